@@ -31,7 +31,8 @@ from benchmarks.harness import cpu_name
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.client import HttpJudge
-from prefgrpo.judge.pairs import round_robin
+from prefgrpo.rewards.base import Sample
+from prefgrpo.rewards.pairs import VlmPairwise, round_robin
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "judge_cpu.json"
@@ -90,23 +91,19 @@ def healthy(url: str) -> bool:
         return False
 
 
-def judge_at(url: str, **changes: Any) -> HttpJudge:
-    """Our client."""
-    return HttpJudge(JudgeConfig((url,), **changes), TEMPLATE)
-
-
 def measure(url: str, model: str, rounds: int, size: int = SIZE, side: int = SIDE) -> dict[str, Any]:
     """Pairs per second and client CPU time per group of new images; the first round is a warm-up."""
-    judge = judge_at(url, model=model)
+    judge = VlmPairwise(HttpJudge(JudgeConfig((url,), model)), TEMPLATE)
     pairs = round_robin(size, 0)
     rng = np.random.default_rng(0)
     wall: list[float] = []
     cpu: list[float] = []
     for _ in range(rounds + 1):
-        media = [photo(rng, side) for _ in range(size)]
+        samples = [Sample(PROMPT, photo(rng, side)) for _ in range(size)]
         start = time.perf_counter()
         busy = time.process_time()
-        answered = sum(v.first is not None for v in judge.judge_group(PROMPT, media, pairs))
+        answers = judge.ask([(samples[i], samples[j]) for i, j in pairs])
+        answered = sum(answer.value is not None for answer in answers)
         wall.append(time.perf_counter() - start)
         cpu.append(time.process_time() - busy)
         if answered != len(pairs):
@@ -120,7 +117,8 @@ def picture_bytes(size: int, side: int) -> int:
     """Bytes of base64 sent per group."""
     rng = np.random.default_rng(1)
     with echo_server("--count") as url:
-        judge_at(url, model="echo").judge_group(PROMPT, [photo(rng, side) for _ in range(size)], round_robin(size, 0))
+        judge = VlmPairwise(HttpJudge(JudgeConfig((url,), "echo")), TEMPLATE, plan="round_robin")
+        judge.score([Sample(PROMPT, photo(rng, side)) for _ in range(size)])
         with urllib.request.urlopen(f"{url}/counts") as reply:
             return int(json.load(reply)["image_bytes"])
 

@@ -4,7 +4,7 @@
 
 Noise, prompts and pair orders are functions of (seed, step), so a step depends only on the weights and its number.
 With rollout.staleness, a step also generates the rollout of the next one, before its own update.
-Invariant: every decision (skip, stop, checkpoint) follows from gathered numbers, so all ranks take the same one.
+Invariant: every decision (skip, stop, checkpoint) follows from gathered numbers, so all ranks make the same one.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
 from prefgrpo.run.errors import errors, idle_errors, refuse
 from prefgrpo.run.folder import RunFolder
-from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
 from prefgrpo.run.log import Clock, Log
+from prefgrpo.run.memory import peak_memory
 from prefgrpo.run.metrics import pixel_distances, policy_metrics
-from prefgrpo.run.notes import change_notes, on_policy_note, peak_memory, prompt_notes, skipped_note, start_notes
+from prefgrpo.run.notes import change_notes, on_policy_note, prompt_notes, skipped_note, start_notes
 from prefgrpo.run.opening import garbage_frozen, open_evaluators, open_run
 from prefgrpo.run.resume import Input, Kind, check_goes_on, check_same_run, keep_inputs, own_inputs, stored
+from prefgrpo.run.rewards import Rewards, evaluation_scorer, training_scorer
 from prefgrpo.run.source import open_source
 from prefgrpo.run.trackers import open_trackers, show_groups
 from prefgrpo.run.writer import Writer
@@ -88,13 +89,13 @@ class Trainer:
         on_save: Callable[[Path], object] | None = None,
         **sections: Any,
     ) -> None:
-        """Check and open a run: rewards and judge, then the model. `train` starts it; `close` gives it up.
+        """Check and open a run: rewards and judge, then the model. `train` starts it; `close` abandons it.
 
         model: a diffusers pipeline: a folder, or a hub id, 'owner/name' or 'owner/name@revision'; its family follows
         from its model_index.json; or a whole configuration. train_prompts: a file or a list. eval_prompts: a file or a
         list, or the share of train_prompts that is held out. rewards: one, several, or {reward: weight}. steps:
-        training steps. lora_rank: 0 trains all weights. resume: continue the run of this name, as always after a
-        restart by torchrun. allow_idle: train even if more than half of the GPUs would idle. sections: any other
+        training steps. lora_rank: 0 trains all weights. resume: continue the run of this name, as is always done after
+        a restart by torchrun. allow_idle: train even if more than half of the GPUs would idle. sections: any other
         value of a recipe: name="run", rollout={"height": 512, "width": 512}.
 
         on_step(step, metrics), on_evaluation(step, set name, metrics) and on_save(checkpoint folder, when it is
@@ -128,7 +129,7 @@ class Trainer:
             if resume:
                 check_same_run(given, folder)
             newest = world.all_gather_object(folder.latest() if resume else None)[0]  # a shared disk may show less
-            # what fails soonest first, the model last
+            # what fails fastest first, the model last
             self.source = source = open_source(config, world)
             builder = Rewards(config, world)
             opened.callback(builder.close)
@@ -221,7 +222,7 @@ class Trainer:
         elif resume:
             notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
         if self.world.main:
-            write_atomic(folder.config, to_yaml(to_dict(self.given)))  # first: a resumed run needs it
+            write_atomic(folder.config, to_yaml(to_dict(self.given)))  # first, because a resumed run needs it
             keep_inputs(self.given, folder, first=newest is None)
             folder.eval.mkdir(exist_ok=True)
             folder.groups.mkdir(exist_ok=True)
@@ -382,7 +383,7 @@ class Trainer:
             yield
         except Interrupted as error:
             self._saved(wait=True)
-            if self.policy.updates == updates:  # else it began with a checkpoint, which `on_save` may have moved away
+            if self.policy.updates == updates:  # otherwise it began with a checkpoint, which `on_save` may have moved
                 self._save(step, wait=True)
             raise ending.stopped_by_signal(f"in step {step + 1}, which will be repeated") from error
         except ENDS_A_RUN as error:

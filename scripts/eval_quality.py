@@ -23,13 +23,14 @@ from prefgrpo.commands.score import score_files, summary
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import Config, JudgeConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.file_names import Generated
 from prefgrpo.data.prompts import DataError, Prompt
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.parallel import world as parallel
 from prefgrpo.rewards import RewardSpecError, parse_reward_spec
-from prefgrpo.rewards.base import RewardError, Score
-from prefgrpo.run.judging import Rewards
+from prefgrpo.rewards.base import RewardError
+from prefgrpo.run.rewards import Rewards
 
 ALL = "clip,hpsv2,hpsv3,pickscore,unifiedreward_alignment,unifiedreward_style,unifiedreward_coherence"  # the original's
 
@@ -87,7 +88,7 @@ def match_images(args: argparse.Namespace) -> tuple[list[Generated], int]:
     return files, len(images) - len(files)
 
 
-def payload(files: Sequence[Generated], scores: Sequence[Mapping[str, Score]]) -> dict[str, Any]:
+def payload(files: Sequence[Generated], scores: Sequence[Mapping[str, Answer]]) -> dict[str, Any]:
     """The JSON's content."""
     found = summary(Path(), dict.fromkeys(scores[0], 1.0), files, scores)["rewards"]
     records = [

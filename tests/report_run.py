@@ -1,5 +1,7 @@
-"""A synthetic run folder for the report's tests: the files a real run writes, with invented numbers."""
+"""A synthetic run folder for the report's tests: the files a real run writes, with invented numbers; and its page."""
 
+import base64
+import io
 import json
 import math
 from itertools import permutations, product
@@ -7,9 +9,13 @@ from itertools import permutations, product
 import numpy as np
 import torch
 import yaml
+from PIL import Image
+from report_html import parse
 
+from prefgrpo.report import write_report
 from prefgrpo.tiny.scenes import COMBOS, SPLITS, caption, render
 
+STEPS = 80
 MEASURES = ("scenes", "scenes.all", "scenes.colour", "scenes.shape", "scenes.place")
 
 
@@ -20,25 +26,18 @@ def scenes(combos, seed):
 
 
 def train_row(step, total=80):
-    """One training row with every metric that a run with a judge logs."""
+    """One training row with the metrics of a run with a judge that the report or a tracker shows."""
     done, wave = step / total, 1 + 0.3 * math.sin(step)
-    high, low, wait = 0.12 + 0.1 * done, 0.14 + 0.08 * done * wave, 0.14 * wave
     return {
-        "kind": "train", "step": step, "loss": 1e-6 * math.cos(step), "grad_norm": 4e-3 * wave, "samples_trained": 96.0,
+        "kind": "train", "step": step, "loss": 1e-6 * math.cos(step), "grad_norm": 4e-3 * wave,
         "updates": 2.0, "updates_skipped": 0.0,
         "reward/vlm_pairwise": 0.5, "reward/vlm_pairwise_std": 0.3 - 0.1 * done * wave,
         "reward/vlm_pairwise/missing_rate": 0.0, "reward/missing": 0.0 if step % 40 else 0.02,
-        "advantage/zero_groups": 0.03 * (step % 3 == 0), "advantage/max": 2.4 * wave,
-        "policy/approx_kl": 1e-10 * wave * (1 + 5 * done), "policy/kl": 0.0, "policy/on_policy_error": 0.0,
-        "policy/clip_fraction": high + low, "policy/clip_fraction_high": high, "policy/clip_fraction_low": low,
-        "policy/ratio_min": 1 - 9e-5 * wave, "policy/ratio_mean": 1 + 1e-6, "policy/ratio_max": 1 + 8e-5 * wave,
+        "policy/approx_kl": 1e-10 * wave * (1 + 5 * done), "policy/kl": 0.0,
         "judge/requests": 672.0, "judge/failures": 0.0, "judge/missing": 0.0, "judge/tie_rate": 0.0,
         "judge/order_inconsistency": 0.04 + 0.18 * done * wave, "judge/position_bias": 0.5 * wave,
-        "diversity/pixels": 0.18 - 0.08 * done,
-        "time/judge/retries": float(step % 20 == 0), "time/judge/latency_p50": 0.11 * wave,
-        "time/judge/latency_p95": 0.25 * wave, "time/judge/queue_max": 672.0, "time/judge/busy_s": 0.32,
-        "time/judge/wait_s": wait, "time/rollout": 0.43 * wave,
-        "time/images_per_s": 30 * wave, "time/mfu": 0.3, "time/judge_wait": wait, "time/update": 0.4 * wave,
+        "diversity/pixels": 0.18 - 0.08 * done, "time/rollout": 0.43 * wave, "time/images_per_s": 30 * wave,
+        "time/mfu": 0.3, "time/judge_wait": 0.14 * wave, "time/update": 0.4 * wave,
     }  # fmt: skip
 
 
@@ -113,7 +112,7 @@ def small_run(folder, rows, config="train: {steps: 10}\n"):
     return folder
 
 
-def make_run(folder, steps=80, every=20, planned=None):
+def make_run(folder, steps=STEPS, every=20, planned=None):
     """A complete run of `steps` steps with dev and test evaluations and groups."""
     config = {
         "name": "demo", "model": "tiny/flux", "eval": {"every": every}, "rewards": [{"name": "vlm_pairwise"}],
@@ -131,3 +130,53 @@ def make_run(folder, steps=80, every=20, planned=None):
         outcomes(folder, "test", steps)
     judgements(folder, every)
     return folder
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def report(folder):
+    """The page of a run, parsed."""
+    return parse(write_report(folder).read_text(encoding="utf-8"))
+
+
+def charts(page):
+    """Title → figure element."""
+    return {f.all("h3")[0].text: f for f in page.all("figure", "chart")}
+
+
+def last(figure, name):
+    """The last value of a series by its legend name, as printed."""
+    spans = figure.all("div", "legend")[0].all("span")
+    return next(span.all("b")[0].text for span in spans if span.text.startswith(name))
+
+
+def rows_of(table):
+    """The texts of a table's cells, by row, without its head."""
+    return [[cell.text for cell in row.all("td")] for row in table.all("tr") if row.all("td")]
+
+
+def cells(page, table):
+    """First cell → the other cells of a table at the top: of `wins` or of `rewards`."""
+    return {row[0]: row[1:] for row in rows_of(page.all("table", table)[0])}
+
+
+def image(uri):
+    """The image of a data URI."""
+    return Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1])))
+
+
+def pixels(element):
+    """uint8 [H, W, 3] of an <img> or <image>."""
+    return np.asarray(image(element.attributes["src" if element.tag == "img" else "href"]).convert("RGB"))
+
+
+def arrays(file):
+    """{name: array} of an npz file."""
+    with np.load(file) as stored:
+        return dict(stored)
+
+
+def change(file, **changed):
+    """Replace arrays of an npz file."""
+    np.savez(file, **arrays(file) | changed)

@@ -20,16 +20,17 @@ import numpy as np
 from aiohttp import web
 from judge_server import JudgeServer, free_port, until
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.judge.event_loop import LoopThread
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import Question, Reward, Sample
 from prefgrpo.rewards.remote import CONTENT_TYPE
-from prefgrpo.rewards.serve import RewardServer, read_sample
+from prefgrpo.rewards.serve import RewardServer, read_samples
 
 TESTS = Path(__file__).resolve().parent
 MOODY = "reward_server:Moody"
 
 
-class Moody(PointwiseReward):
+class Moody(Reward):
     """Mean brightness, or the failure that the prompt names; `parts.batch` is the number of samples in the call.
 
     A prompt "until FILE" is scored only once that file exists; the option `load_until` delays loading likewise.
@@ -43,10 +44,11 @@ class Moody(PointwiseReward):
             raise ImportError(load_error)
         self.value = value
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
+        samples = [sample for (sample,) in asked]
         return [self._one(s, len(samples)) for s in samples]
 
-    def _one(self, sample: Sample, batch: int) -> Score:
+    def _one(self, sample: Sample, batch: int) -> Answer:
         if "raise" in sample.prompt:
             raise RuntimeError("out of memory")
         if sample.prompt.startswith("until "):
@@ -54,10 +56,10 @@ class Moody(PointwiseReward):
         if "hang" in sample.prompt:
             time.sleep(60)
         if "nan" in sample.prompt:
-            return Score(float("nan"), parts={"half": float("inf")})
+            return Answer(float("nan"), parts={"half": float("inf")})
         if "missing" in sample.prompt:
-            return Score(None, "nothing to see")
-        return Score(self.value * brightness(sample), parts={"batch": float(batch)})
+            return Answer(None, "nothing to see")
+        return Answer(self.value * brightness(sample), parts={"batch": float(batch)})
 
 
 def wait_for(file: str) -> None:
@@ -160,4 +162,4 @@ class Stub(JudgeServer):
         return parts_of(raw)
 
     def _answer(self, body: Any) -> web.Response:
-        return web.json_response(Score(brightness(read_sample(*body, MOODY))).row())
+        return web.json_response(Answer(brightness(*read_samples(*body, MOODY))).row())

@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
 
-from prefgrpo.rewards.checkpoints import library
+from prefgrpo.rewards.weights import library
 from prefgrpo.tiny.pipelines import clip_tokenizer
 
 SIZE = 28

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -31,10 +31,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from prefgrpo.config.recipe import merge as merged
+from prefgrpo.data.answer import Answer
 from prefgrpo.models import blocks
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import Question, Reward
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.rollout import Trajectory
@@ -87,12 +88,13 @@ def recipe(place: Path, name: str, **over: Any) -> Path:
     return file
 
 
-class Brightness(PointwiseReward):
+class Brightness(Reward):
     """Mean of all pixels."""
 
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """One score per sample."""
-        return [Score(float(s.media.pixels.mean())) for s in samples]
+        samples = [sample for (sample,) in asked]
+        return [Answer(float(s.media.pixels.mean())) for s in samples]
 
 
 BRIGHTNESS = f"{__name__}.Brightness"

@@ -43,9 +43,9 @@ from benchmarks.experiments.simulated_judge import WinRates, WordsJudge
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge, read_yaml
 from prefgrpo.config.schema import Config
-from prefgrpo.judge.pairs import get_plan
 from prefgrpo.objectives import make_objective
 from prefgrpo.objectives.base import EndpointObjective
+from prefgrpo.rewards.pairs import get_plan
 
 RESULTS = ROOT / "benchmarks" / "experiments" / "results" / "calls"
 PAGE = ROOT / "docs" / "science.md"

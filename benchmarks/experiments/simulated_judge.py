@@ -24,11 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefgrpo.data.media import Media
-from prefgrpo.judge.pairs import rings
-from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
-from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import Key, Question, Reward
+from prefgrpo.rewards.pairs import Compares, rings
 from prefgrpo.tiny.scenes import evidence, parse_caption
 from scripts.demo_world.text import hits
 
@@ -98,49 +96,26 @@ class WordsJudge(SimulatedJudge):
         return letters.double().numpy()
 
 
-class Ratings(PointwiseReward):
+class Ratings(Reward):
     """Mean of `asks` ratings of an image, 1 … 10."""
 
     def __init__(self, judge: SimulatedJudge, asks: int) -> None:
         self.judge = judge
         self.asks = asks
 
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample."""
+    def ask(self, asked: list[Question]) -> list[Answer]:
+        """One answer per sample."""
+        samples = [sample for (sample,) in asked]
         images = [s.media.pixels for s in samples]
         opinions = self.judge.opinion(images, [s.prompt for s in samples])
         self.judge.calls += self.asks * len(samples)
         noise = np.array([[_normal(_digest(image), bytes([k])) for k in range(self.asks)] for image in images])
         ratings = np.clip(np.round(3 + 5 * (opinions[:, None] + self.judge.noise * noise)), 1, 10)
-        return [Score(float(value)) for value in ratings.mean(1)]
+        return [Answer(float(value)) for value in ratings.mean(1)]
 
 
-class Pairs(PairJudge):
-    """Verdicts on ordered pairs."""
-
-    streams = False
-
-    def __init__(self, judge: SimulatedJudge) -> None:
-        self.judge = judge
-
-    def judge_group(
-        self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
-    ) -> list[Verdict]:
-        """P(first is better) for each pair; the noise of two looks is one normal number with twice the variance."""
-        j = self.judge
-        images = [m.pixels for m in media]
-        opinions = j.opinion(images, [prompt] * len(images))
-        digests = [_digest(image) for image in images]
-        j.calls += len(pairs)
-        noise = math.sqrt(2) * j.noise
-        leads = [opinions[a] - opinions[b] + noise * _normal(digests[a], digests[b]) + j.bias for a, b in pairs]
-        return [Verdict(1 / (1 + math.exp(-lead / j.temperature))) for lead in leads]
-
-
-class WinRates(VlmPairwise):
-    """`vlm_pairwise` with simulated verdicts: its plans, rates and win matrix."""
-
-    judged = False
+class WinRates(Compares):
+    """`vlm_pairwise` with simulated answers: its plans, rates and comparisons."""
 
     def __init__(
         self,
@@ -150,19 +125,32 @@ class WinRates(VlmPairwise):
         **options: Any,
     ) -> None:
         """order: which image of a pair is shown first: as the plan says, each in turn (two calls), or the one earlier
-        in the group (as in Pref-GRPO). plan: as in VlmPairwise, or budget(n): n random pairs, balanced per member.
-        options: verdict and rate, as in VlmPairwise."""
+        in the group (as in Pref-GRPO). plan: as in Compares, or budget(n): n random pairs, balanced per member.
+        options: verdict and rate, as in Compares."""
+        self.judge = judge
         budget = int(plan[len("budget(") : -1]) if plan.startswith("budget(") else 0
-        super().__init__(Pairs(judge), plan="round_robin" if budget else plan, **options)
-        chosen = partial(random_pairs, n=budget) if budget else self.plan_pairs
-        self.plan_pairs = chosen
+        super().__init__("round_robin" if budget else plan, **options)
+        chosen = partial(random_pairs, n=budget) if budget else self.draw
+        self.draw = chosen
         if order == "both":
-            self.plan_pairs = lambda size, seed: [pair for i, j in chosen(size, seed) for pair in ((i, j), (j, i))]
+            self.draw = lambda size, seed: [pair for i, j in chosen(size, seed) for pair in ((i, j), (j, i))]
         elif order == "index":
-            self.plan_pairs = lambda size, seed: [(min(pair), max(pair)) for pair in chosen(size, seed)]
+            self.draw = lambda size, seed: [(min(pair), max(pair)) for pair in chosen(size, seed)]
+
+    def ask(self, asked: list[Question]) -> list[Answer]:
+        """P(first is better) for each pair; the noise of two looks is one normal number with twice the variance."""
+        j = self.judge
+        samples = list(dict.fromkeys(sample for pair in asked for sample in pair))
+        images = [sample.media.pixels for sample in samples]
+        opinions = dict(zip(samples, j.opinion(images, [sample.prompt for sample in samples]), strict=True))
+        digests = dict(zip(samples, map(_digest, images), strict=True))
+        j.calls += len(asked)
+        noise = math.sqrt(2) * j.noise
+        leads = [opinions[a] - opinions[b] + noise * _normal(digests[a], digests[b]) + j.bias for a, b in asked]
+        return [Answer(1 / (1 + math.exp(-lead / j.temperature))) for lead in leads]
 
 
-def random_pairs(size: int, seed: int, n: int) -> list[Pair]:
+def random_pairs(size: int, seed: int, n: int) -> list[Key]:
     """n different pairs, members as often first as second."""
     return [pair for ring in rings(size, seed) for pair in ring][:n]
 

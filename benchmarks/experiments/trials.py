@@ -41,7 +41,7 @@ from prefgrpo.config.rewards import entries
 from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.models.base import Adapter
 from prefgrpo.run.log import Clock
-from prefgrpo.run.notes import GIB, peak_memory
+from prefgrpo.run.memory import GIB, peak_memory
 from prefgrpo.tiny import pipelines
 from prefgrpo.trainer import Trainer
 

@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from a separate environment"),
     "report": ("prefgrpo.commands.cli:report", "write report.html for a run"),
     "judge serve": ("prefgrpo.judge.serve:serve", "start a judge with vLLM and the flags that judging needs"),
-    "judge prompts": ("prefgrpo.judge.prompts:main", "fetch the questions that fine-tuned judges were trained on"),
+    "judge prompts": ("prefgrpo.judge.published:main", "fetch the questions that fine-tuned judges were trained on"),
     "judge check": ("prefgrpo.judge.check:main", "test a judge: reachable, right model, correct on known answers"),
     "tiny": ("prefgrpo.tiny:tiny", "write a tiny pipeline with random weights: prefgrpo tiny flux DIR"),
     "doctor": ("prefgrpo.commands.doctor:doctor", "show versions, and test which op backends work"),

@@ -18,7 +18,7 @@ PACKAGES = ("numpy", "diffusers", "transformers", "peft", "accelerate", "safeten
             "flash-attn-4", "torchvision", "open-clip-torch", "imageio-ffmpeg")  # fmt: skip
 ENVIRONMENT = ("python_version", "torch_version", "cuda_compiled_version", "cuda_runtime_version",
                "nvidia_driver_version", "nvidia_gpu_models")  # fmt: skip
-"""What torch.utils.collect_env finds and we print."""
+"""The results of torch.utils.collect_env that are printed."""
 COEF = torch.tensor([(0.9, -0.1, 0.3, -5.0, 0.25), (1.0, -0.05, 0.0, 0.0, 0.0)])
 """An SDE row and an ODE row (a, b, s, w, c)."""
 

@@ -20,11 +20,11 @@ from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.gradient_checkpointing import budgets
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.render import decode
-from prefgrpo.run import judging
 from prefgrpo.run.errors import errors, refuse
-from prefgrpo.run.memory import kept_attention, sample_bytes
-from prefgrpo.run.notes import GIB, kernel_notes, memory_line, peak_memory, step_bytes
+from prefgrpo.run.memory import GIB, kept_attention, memory_line, peak_memory, sample_bytes, step_bytes
+from prefgrpo.run.notes import kernel_notes
 from prefgrpo.run.opening import open_run
+from prefgrpo.run.rewards import Rewards
 from prefgrpo.run.source import open_source
 from prefgrpo.update.endpoint import EndpointGradients
 from prefgrpo.update.trajectory import TrajectoryGradients, replay
@@ -37,7 +37,7 @@ def dry_run(config: Config) -> int:
     world = parallel.join(config)
     print(to_yaml(to_dict(config), allow_unicode=True))
     source = open_source(config, world, every_set=True)
-    judging.Rewards(config, world).check("rewards", config.rewards, source.prompts)
+    Rewards(config, world).check("rewards", config.rewards, source.prompts)
     run = open_run(config, world, source)
     adapter = run.adapter
     gradients = run.gradients

@@ -31,7 +31,6 @@ from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.render import sample
-from prefgrpo.run import judging
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.errors import model_errors, refuse, reward_errors
 from prefgrpo.run.evaluation import BothSamples, compare, eval_sets, over_ranks, share_of
@@ -40,6 +39,7 @@ from prefgrpo.run.log import finite
 from prefgrpo.run.measures import Comparison, PairMeasures, keys_of, summary
 from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.opening import Weights, weights_of
+from prefgrpo.run.rewards import Rewards, evaluation_scorer, makes_clips
 from prefgrpo.run.source import open_prompts, open_source
 from prefgrpo.suites import load_suite
 from prefgrpo.suites.base import Results
@@ -64,7 +64,7 @@ def on_suite(
     """Generate files in the suite's layout; if the suite has a reward here, score them and report."""
     refuse(model_errors(config))
     suite = load_suite(name)
-    clips = judging.makes_clips(config)
+    clips = makes_clips(config)
     if clips != (suite.takes == "video"):
         kinds = ["clips" if video else "images" for video in (suite.takes == "video", clips)]
         raise ConfigError([f"--suite: {suite.title} takes {kinds[0]}, but {config.family} makes {kinds[1]} here"])
@@ -77,7 +77,7 @@ def on_suite(
     sample_files = suite.sample_files(prompts, samples, place, ".mp4" if clips else ".png")
     check_writing(config, place, samples or 1, fps)
     jobs = make_jobs(sample_files, shared=suite.shares_files)
-    rewards = judging.Rewards(config, world)
+    rewards = Rewards(config, world)
     entry = next((e for e in config.measured if e.reward == suite.reward), RewardEntry(suite.reward))
     entry = replace(entry, options={**entry.options, **suite.reward_options})
     built = rewards.build("eval.rewards", [entry], prompts) if suite.reward else {}
@@ -159,13 +159,13 @@ def against_other(
     every = [prompt for eval_set in held for prompt in eval_set.items]
     place = _folder(now, out, f"against_{Path(other.label).name}")
     check_writing(config, place, 1, fps)
-    rewards = judging.Rewards(config, world)
-    scorer = judging.evaluation_scorer(config, rewards.build("eval.rewards", config.measured, every))
+    rewards = Rewards(config, world)
+    scorer = evaluation_scorer(config, rewards.build("eval.rewards", config.measured, every))
     sources = {"now": now, "against": other}
     count = config.eval.samples_per_prompt
     facts = {part: source.facts(every, fps, samples=count) for part, source in sources.items()}
     world.on_main(partial(claim_folder, place, facts), CheckpointError)
-    ending = ".mp4" if judging.makes_clips(config) else ".png"
+    ending = ".mp4" if makes_clips(config) else ".png"
 
     def file(part: str, name: str, number: int) -> Path:
         return place / part / f"{name}_{number:06d}{ending}"

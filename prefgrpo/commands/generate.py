@@ -35,10 +35,10 @@ from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.errors import model_errors, refuse
 from prefgrpo.run.folder import ABOUT
-from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.opening import Weights, weights_of
 from prefgrpo.run.pairs import open_pairs
+from prefgrpo.run.rewards import makes_clips
 from prefgrpo.run.source import distinct_prompts, open_prompts
 from prefgrpo.sde.noise import GENERATED_IDS
 
@@ -144,7 +144,7 @@ def generate_files(weights: Weights, jobs: Sequence[Job], world: World, fps: flo
     """Generate every missing file, each rank its share, then wait for all ranks; loads the model only if needed.
 
     What is missing is decided by rank 0: the processes of a share run the same forwards, but a shared disk may show
-    them different files. Returns the number of files that were there. Raises ConfigError, ModelError or
+    them different files. Returns the number of files that already existed. Raises ConfigError, ModelError or
     CheckpointError.
     """
     config = weights.config

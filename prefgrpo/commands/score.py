@@ -1,7 +1,7 @@
 """`prefgrpo score --rewards SPEC --images DIR --prompts FILE`: score a folder of images or clips.
 
 Files are scored in fixed units of whole groups, unit k by rank k mod world size. Invariant: the JSON is byte-identical
-for any number of processes with the same number of CPU threads (except that a judge which batches requests dynamically
+for any number of processes with the same number of CPU threads (except that a judge that batches requests dynamically
 may change the last digits).
 """
 
@@ -25,6 +25,7 @@ from prefgrpo.config.loading import section
 from prefgrpo.config.recipe import ConfigError, read_yaml
 from prefgrpo.config.rewards import entries
 from prefgrpo.config.schema import Config, JudgeConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Generated, find
 from prefgrpo.data.media import Media
@@ -33,10 +34,10 @@ from prefgrpo.data.stored import CLIPS, StoredMedia, read_media
 from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import Reward, Sample, Score
+from prefgrpo.rewards.base import Reward, Sample
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.run.errors import entry_errors, refuse
-from prefgrpo.run.judging import Rewards
+from prefgrpo.run.rewards import Rewards
 
 REASONS = 3
 """Reasons for missing scores that the table shows per reward."""
@@ -127,10 +128,10 @@ def _units(groups: Groups, batch: int) -> list[Unit]:
 
 def score_files(
     rewards: Mapping[str, Reward], files: Sequence[Generated], batch: int, config: Config, world: World
-) -> list[dict[str, Score]]:
+) -> list[dict[str, Answer]]:
     """Scores of every file by reward, in the files' order, on every rank; files of one prompt form a group."""
     mine = _units(_groups(files), batch)[world.dp_index :: world.dp_size] if world.is_dp_leader else []
-    scored: list[tuple[int, dict[str, Score]]] = []
+    scored: list[tuple[int, dict[str, Answer]]] = []
     total = sum(len(group) for _, groups in mine for group in groups)
     with tqdm(total=total, unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
         for first, groups in mine:
@@ -144,17 +145,17 @@ def score_files(
 
 def _score_unit(
     first: int, groups: Groups, files: Sequence[Generated], scorer: Scorer
-) -> list[tuple[int, dict[str, Score]]]:
+) -> list[tuple[int, dict[str, Answer]]]:
     """(file index, its scores) per file; an unreadable file is missing for every reward, with the error as reason."""
     members = [(i, m, k) for i, group in enumerate(groups) for m, k in enumerate(group)]
-    unread: dict[int, Score] = {}
+    unread: dict[int, Answer] = {}
     for i, m, k in members:
         prompt = files[k].prompt
         try:
             source = tuple(Media(np.asarray(image)) for image in prompt.images())
             sample = Sample(prompt.text, read_media(files[k].file), source, prompt.meta)
         except DataError as error:
-            unread[k] = Score(None, str(error))
+            unread[k] = Answer(None, str(error))
         else:
             scorer.add(first + i, m, sample)
     results = scorer.finish().scores
@@ -162,7 +163,7 @@ def _score_unit(
 
 
 def summary(
-    folder: Path, weights: Mapping[str, float], files: Sequence[Generated], scores: Sequence[Mapping[str, Score]]
+    folder: Path, weights: Mapping[str, float], files: Sequence[Generated], scores: Sequence[Mapping[str, Answer]]
 ) -> dict[str, Any]:
     """Contents of the JSON file: means per reward, the weighted total, and every file's values or reasons."""
     rows: list[dict[str, Any]] = []

@@ -1,35 +1,42 @@
-"""Opens judges and checks at startup that they work; `main` is `prefgrpo judge check`.
+"""Checks at startup that judges compare pairs; `main` is `prefgrpo judge check`.
 
-A server that is not up yet is waited for; one that is wrong is reported at once. Invariant: every failure raises a
-single JudgeError that says what was expected, what was found, and what to do.
+Questions with known answers show a plain colour beside another colour or noise: 8 pairs in both orders. A server that
+is not up yet is waited for; one that is wrong is reported at once. Invariant: every failure raises a single JudgeError
+that says what was expected, what was found, and what to do.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.data.answer import Answer
+from prefgrpo.data.media import Media
 from prefgrpo.judge.answers import NO_THINKING
-from prefgrpo.judge.client import HttpJudge, JudgeClient
+from prefgrpo.judge.client import HttpJudge, Judge, open_judge
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.human_pairs import agreement, read_pairs
-from prefgrpo.judge.known_answers import ask_known_answers, is_pairwise, plain
 from prefgrpo.judge.special_tokens import KNOWN
-from prefgrpo.judge.template import SHOWN, Shown
-from prefgrpo.judge.verdict import JudgeError
-
-if TYPE_CHECKING:
-    from prefgrpo.judge.local import LocalJudge
+from prefgrpo.judge.template import PairTemplates, Template, load_pair_templates
 
 _ADVICE = {
     r"context length|model length|max_model_len": "serve it with a larger --max-model-len, or make smaller images",
     r"At most \d+ \w+": "serve it with a larger --limit-mm-per-prompt",
 }
 """Server's message about a request of the run's shape → what to do."""
+
+_TIE = 0.001
+"""A verdict this close to ½ is a tie."""
+_MIN_RIGHT_SHARE = 0.8
+COLOURS = {"yellow": (240, 220, 40), "white": (255, 255, 255), "black": (0, 0, 0), "red": (220, 30, 30)}
+COLOURS |= {"green": (40, 160, 60), "blue": (30, 60, 220), "grey": (128, 128, 128)}
+_PROBES = {"yellow": ("blue", "red", "noise"), "white": ("black", "green"), "black": ("red", "green", "noise")}
+"""Requested colour → alternatives. Neither the lighter nor the darker image is always right."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +61,9 @@ class Health:
     """Why known answers were wrong; '' if they were right or not requested."""
 
 
-def open_judge(
-    config: JudgeConfig, template: str = "compare", device: str = "auto", shown: Shown = SHOWN
-) -> HttpJudge | LocalJudge:
-    """A pairwise judge, over HTTP or, without endpoints, in this process on a torch `device`; not checked yet."""
-    if config.endpoints:
-        return HttpJudge(config, template, shown)
-    from prefgrpo.judge.local import LocalJudge  # imports transformers
-
-    return LocalJudge(config.model, template, device, shown=shown)
-
-
 def check(
-    judge: HttpJudge | LocalJudge,
+    judge: Judge,
+    templates: PairTemplates,
     *,
     wait_s: float | None = None,
     known_answers: bool = False,
@@ -75,22 +72,17 @@ def check(
 ) -> Health:
     """Check that a judge, on each of its servers, gives a verdict on a pair as large as the run's (shape).
 
-    wait_s: as `check_reachable`, and longest wait for a busy server. known_answers: ask 16 questions with known
-    answers; clips: about clips. Raises JudgeError if no server works.
+    wait_s: as `Judge.reach`, and longest wait for a busy server. known_answers: ask 16 questions with known answers;
+    clips: about clips. Raises JudgeError if no server works.
     """
-    problems: dict[str, str] = {}
-    asked: dict[str, HttpJudge | LocalJudge] = {}
+    problems = judge.reach(wait_s)
+    asked: dict[str, Judge] = {} if problems else {"in this process": judge}
     if isinstance(judge, HttpJudge):
-        model, problems = check_reachable(judge.config, wait_s)
-        config = replace(judge.config, model=model, deadline_s=wait_s or judge.config.deadline_s)
-        for url in [url for url, problem in problems.items() if not problem]:
-            asked[url] = HttpJudge(replace(config, endpoints=(url,)), judge.template.name, judge.shown)
-    else:
-        model = judge.model.name_or_path
-        asked["in this process"] = judge
+        config = replace(judge.config, model=judge.model, deadline_s=wait_s or judge.config.deadline_s)
+        asked = {url: HttpJudge(replace(config, endpoints=(url,))) for url, problem in problems.items() if not problem}
 
     def probe(where: str) -> Health:
-        return _probe(asked[where], model, where, known_answers, clips, shape or Shape())
+        return _probe(asked[where], templates, where, known_answers, clips, shape or Shape())
 
     with ThreadPoolExecutor(len(asked)) as pool:
         found = list(pool.map(probe, asked))
@@ -105,56 +97,82 @@ def check(
     if alarm:
         alarm = (
             f"the judge's verdicts do not depend on the images as they should. {alarm}. Expected the plain colour that "
-            f"the caption names to win; check that the template '{judge.template.name}' suits the model, and that a "
+            f"the caption names to win; check that the template '{templates.images.name}' suits the model, and that a "
             "server shows it both images, in order"
         )
         rows.append(f"WARNING: {alarm}")
     return Health(rows, alarm=alarm)
 
 
-def check_reachable(
-    config: JudgeConfig, wait_s: float | None = None, say: Callable[[str], object] = print
-) -> tuple[str, dict[str, str]]:
-    """(model that will judge, why each server cannot be used or ''); JudgeError if none can.
-
-    wait_s: longest wait for servers that are not up yet; None: as long as a run's requests wait for one. say: gets the
-    lines that tell of it.
-    """
-    client = JudgeClient(config)
-    wait_s = client.pool.patience_s if wait_s is None else wait_s
-    problems = client.run(client.pool.until_usable(wait_s, say)).result()
-    found = dict(zip(config.endpoints, problems, strict=True))
-    if all(problems):
-        raise JudgeError(
-            f"the judge cannot be used. {' | '.join(f'{url}: {problem}' for url, problem in found.items())}\n"
-            "Start a server with 'prefgrpo judge serve', or correct the judge's endpoints"
-        )
-    return client.model, found
-
-
 def _probe(
-    judge: HttpJudge | LocalJudge, model: str, where: str, known_answers: bool, clips: bool, shape: Shape
+    judge: Judge, templates: PairTemplates, where: str, known_answers: bool, clips: bool, shape: Shape
 ) -> Health:
     red, blue = (plain(colour, shape.height, shape.width, shape.frames) for colour in ("red", "blue"))
-    prompt = KNOWN.sub(" ", shape.prompt)  # such a prompt alone has no verdict
-    verdict = judge.judge_group(prompt, [red, blue], [(0, 1)], [plain("grey", shape.height, shape.width)])[0]
-    if verdict.first is None:
+    texts = {"prompt": KNOWN.sub(" ", shape.prompt)}  # a prompt with a special token has no verdict
+    template = templates.about(red)
+    (answer,) = judge.ask_all(template, texts, [(red, blue)], [plain("grey", shape.height, shape.width)])
+    if answer.value is None:
         size = f"{shape.width}×{shape.height}" + (f", {shape.frames} frames" if shape.frames > 1 else "")
-        advice = [text for pattern, text in _ADVICE.items() if re.search(pattern, verdict.reason)]
+        advice = [text for pattern, text in _ADVICE.items() if re.search(pattern, answer.reason)]
         hint = f" (a pair of {size} with the run's longest prompt: {advice[0]})" if advice else ""
-        problem = f"'{model}' gave no verdict on a probe pair: {verdict.reason}{hint}"
+        problem = f"'{judge.model}' gave no verdict on a probe pair: {answer.reason}{hint}"
         return Health([f"WARNING: {where}: {problem}"], problem)
-    health = Health([f"{where}: ok, serves {model}; a pair took {verdict.latency_s:.2f} s"])
-    if judge.template.answer != "think" and "</think" in verdict.raw:
+    health = Health([f"{where}: ok, serves {judge.model}; a pair took {answer.seconds:.2f} s"])
+    if template.answer != "think" and "</think" in answer.raw:
         health.rows.append(
-            f"WARNING: {where}: '{model}' thinks before it answers ({len(verdict.raw)} characters), which template "
-            f"'{judge.template.name}' does not ask for: {NO_THINKING}"
+            f"WARNING: {where}: '{judge.model}' thinks before it answers ({len(answer.raw)} characters), which "
+            f"template '{template.name}' does not ask for: {NO_THINKING}"
         )
-    if known_answers and is_pairwise(judge.template):
-        result, wrong = ask_known_answers(judge, judge.template, clips)
+    if known_answers and is_pairwise(templates.images):
+        result, wrong = ask_known_answers(judge, templates, clips)
         health.rows.append(f"{where}: known answers: {result}")
-        health.alarm = f"{where}: '{model}' {wrong}" if wrong else ""
+        health.alarm = f"{where}: '{judge.model}' {wrong}" if wrong else ""
     return health
+
+
+def plain(colour: str, height: int = 64, width: int = 64, frames: int = 1) -> Media:
+    """An image, or clip, of one of COLOURS."""
+    image = np.full((height, width, 3), COLOURS[colour], np.uint8)
+    return Media(np.stack([image] * frames) if frames > 1 else image)
+
+
+def is_pairwise(template: Template) -> bool:
+    """Whether the template asks which of two media is better; templates with Yes/No labels do not."""
+    return [label.strip().casefold() for label in template.labels or ()] != ["yes", "no"]
+
+
+def ask_known_answers(judge: Judge, templates: PairTemplates, clips: bool) -> tuple[str, str]:
+    """(result in words, what is wrong with the judge or ''). clips: show clips of two frames.
+
+    They find a judge that ignores the images or mixes them up. By guessing, 7 or 8 of 8 pairs are right in 1 of 28
+    cases.
+    """
+    frames = 2 if clips or templates.images.name.endswith("_video") else 1
+    noise = np.random.default_rng(0).integers(0, 256, (frames, 64, 64, 3), dtype=np.uint8)
+    media = {name: plain(name, frames=frames) for name in COLOURS}
+    media["noise"] = Media(noise if frames > 1 else noise[0])
+    template = templates.about(*media.values())
+    answers: list[Answer] = []  # alternately with the correct image first and second
+    for colour, others in _PROBES.items():
+        task = f"Make the whole picture plain {colour}" if template.takes_source else f"a plain {colour} picture"
+        pairs = [pair for other in others for pair in ((media[colour], media[other]), (media[other], media[colour]))]
+        answers += judge.ask_all(template, {"prompt": task}, pairs, [plain("grey")])
+    p = np.array([answer.value for answer in answers], np.float64)  # None: NaN
+    reasons = [answer.reason for answer in answers if answer.value is None]
+    lead = p[::2] - p[1::2]  # so that a position bias cancels
+    right = int((lead > _TIE).sum())
+    result = f"{right} of {len(lead)} pairs right"
+    if len(reasons) < len(p):
+        result += f", mean P(first) over both orders {np.nanmean(p):.3f}"
+    if right >= _MIN_RIGHT_SHARE * len(lead):
+        return result, ""
+    if len(reasons) > (1 - _MIN_RIGHT_SHARE) * len(p):
+        return result, f"gave no verdict on {len(reasons)} plain images: {reasons[0]}"
+    if np.nanmax(p) - np.nanmin(p) <= _TIE:
+        return result, f"always answers the same ({result})"
+    if (lead < -_TIE).sum() >= _MIN_RIGHT_SHARE * len(lead):
+        return result, f"prefers the wrong image ({result}); are the template's labels, or its images, swapped?"
+    return result, f"does not see the images, or mixes them up ({result})"
 
 
 def main(
@@ -182,9 +200,10 @@ def main(
             agrees, with intervals.
     """
     people = read_pairs(pairs) if pairs else []
-    judge = HttpJudge(JudgeConfig(endpoint, model, api_key_env=api_key_env, timeout_s=timeout_s), template)
-    health = check(judge, wait_s=wait_s, known_answers=True)
+    templates = load_pair_templates(template)
+    judge = open_judge(JudgeConfig(endpoint, model, api_key_env=api_key_env, timeout_s=timeout_s))
+    health = check(judge, templates, wait_s=wait_s, known_answers=True)
     print("\n".join(health.rows))
     if people:
-        print("\n".join(agreement(judge, people)))
+        print("\n".join(agreement(judge, templates, people)))
     return 1 if health.alarm else 0

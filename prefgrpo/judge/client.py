@@ -1,8 +1,7 @@
-"""A judge behind an OpenAI-compatible server: primarily vLLM, others as far as they support what is needed.
+"""Judges answer questions: a template, the texts and media of its markers, and the source images of an edit.
 
-`JudgeClient.answer` asks any question (a template with texts and media) and parses the answer as the template
-specifies; `HttpJudge` is a thin pairwise layer on top. Temperature 0, each medium encoded once. Invariant: every
-question ends, in bounded time, with an answer or a reason.
+`HttpJudge` asks OpenAI-compatible servers: primarily vLLM, others as far as they support what is needed. Temperature 0,
+each medium encoded once. Invariant: every question ends, in bounded time, with an answer or a reason.
 """
 
 from __future__ import annotations
@@ -10,46 +9,95 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+from prefgrpo.config.loading import section
 from prefgrpo.config.recipe import did_you_mean
 from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.judge import answers
 from prefgrpo.judge.answers import MIN_LABEL_MASS, two_label_softmax
 from prefgrpo.judge.event_loop import loop_thread
-from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, Kind, Starting, describe_error
+from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, JudgeError, Kind, Starting, describe_error
+from prefgrpo.judge.media_ids import MediaIds, NotHeld, takes_ids
 from prefgrpo.judge.prefill import missing_space
-from prefgrpo.judge.request import Encoded, EncodeError, Encodings, MediaIds, chat_body, encode
+from prefgrpo.judge.request import Encoded, EncodeError, Encodings, chat_body, encode
 from prefgrpo.judge.special_tokens import KNOWN, refusal, served_tokens
-from prefgrpo.judge.template import SHOWN, Shown, Template, load_template, shipped_templates
-from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
+from prefgrpo.judge.template import PAIR_ANSWERS, Template
 
-IDS_FROM = (0, 32)
-"""First vLLM to which images are sent by id: it recovers if its API process and engine disagree on which they hold
-(vLLM pull request 46747); before, such an image could stop the engine. Tested with 0.32. Can go when servers
-before 0.32 are refused."""
-_MISS = ("Cache miss for", "Failed to apply")
-"""vLLM's refusals of a request that names a medium which it does not hold."""
 _CUT = ("length", "abort", "content_filter", "error")
 """Finish reasons of a truncated answer."""
-T = TypeVar("T")
 _Key = tuple[Template, tuple[tuple[str, str], ...], int, tuple[str, ...]]
 """(template, texts, number of media, ids of media and sources) of a question."""
 
 
-class JudgeClient:
-    """Sends questions to one or several servers of the same model; can be used from any thread."""
+class Judge(ABC):
+    """Answers questions about media. An answer's value is P(first label); None if the template asks for parts only."""
+
+    model: str
+    """What answers."""
+    streams: bool
+    """True: questions may be asked one by one. False: those of a prompt share work, and `ask_all` should get all."""
+    clips: bool
+    """Whether it accepts videos."""
+    timeout_s: float | None = None
+    """Timeout of one answer in seconds, instead of the template's."""
+
+    @abstractmethod
+    async def ask(
+        self,
+        template: Template,
+        texts: Mapping[str, str],
+        media: Sequence[Media],
+        source: Sequence[Media] = (),
+        once: bool = False,
+    ) -> Answer:
+        """The answer to one question. Never raises; runs on the event loop of the process.
+
+        texts: of the template's markers by name; media: for {media_1} …; source: for {source}. once: identical
+        questions may share one request and its answer, as long as the first medium is alive.
+        """
+
+    @abstractmethod
+    def ask_all(
+        self,
+        template: Template,
+        texts: Mapping[str, str],
+        asked: Sequence[Sequence[Media]],
+        source: Sequence[Media] = (),
+    ) -> list[Answer]:
+        """Answers to the same question about several tuples of media, in order; waits for them."""
+
+    def check(self, template: Template) -> None:  # noqa: B027  (most can answer all)
+        """Raise JudgeError for a template that it cannot answer."""
+
+    def reach(self, wait_s: float | None = None, say: Callable[[str], object] = print) -> dict[str, str]:
+        """Why each of its servers cannot be used, or ''. Raises JudgeError if it has servers and none can.
+
+        wait_s: longest wait for servers that are not up yet; None: as long as a run's requests wait for one. say: gets
+        lines about the wait.
+        """
+        del wait_s, say
+        return {}
+
+
+class HttpJudge(Judge):
+    """Asks one or several servers of the same model; can be used from any thread."""
+
+    streams = True
+    clips = True
 
     def __init__(self, config: JudgeConfig) -> None:
         self.config = config
         self.model = config.model
+        self.timeout_s = config.timeout_s
         urls = [url.rstrip("/") for url in config.endpoints]
         self.pool = HttpPool(
             [url.removesuffix("/v1") for url in urls],
@@ -65,69 +113,84 @@ class JudgeClient:
         self.spaces: dict[str, dict[Template, asyncio.Future[int | None]]] = {e.url: {} for e in self.pool.endpoints}
         """Server → template → token that it must write between the prefill and the label."""
         self.encodings = Encodings(encode)
-        self._asked: WeakKeyDictionary[Media, dict[_Key, asyncio.Future[Verdict]]] = WeakKeyDictionary()
+        self._asked: WeakKeyDictionary[Media, dict[_Key, asyncio.Future[Answer]]] = WeakKeyDictionary()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine that calls `answer`."""
-        return loop_thread().submit(work)
+    def reach(self, wait_s: float | None = None, say: Callable[[str], object] = print) -> dict[str, str]:
+        """As in Judge; afterwards `model` is what the servers serve."""
+        wait_s = self.pool.patience_s if wait_s is None else wait_s
+        problems = loop_thread().submit(self.pool.until_usable(wait_s, say)).result()
+        found = dict(zip(self.config.endpoints, problems, strict=True))
+        if all(problems):
+            raise JudgeError(
+                f"the judge cannot be used. {' | '.join(f'{url}: {problem}' for url, problem in found.items())}\n"
+                "Start a server with 'prefgrpo judge serve', or correct the judge's endpoints"
+            )
+        return found
 
-    async def answer(
+    def ask_all(
         self,
         template: Template,
-        values: Mapping[str, str],
+        texts: Mapping[str, str],
+        asked: Sequence[Sequence[Media]],
+        source: Sequence[Media] = (),
+    ) -> list[Answer]:
+        """As in Judge: all at once."""
+        sent = [loop_thread().submit(self.ask(template, texts, media, source)) for media in asked]
+        return [answer.result() for answer in sent]
+
+    async def ask(
+        self,
+        template: Template,
+        texts: Mapping[str, str],
         media: Sequence[Media],
         source: Sequence[Media] = (),
         once: bool = False,
-    ) -> Verdict:
-        """The answer to one question. Never raises; runs on the event loop (`run`).
-
-        values: texts of the template's markers by name; media: for {media_1} …; source: for {source}.
-        once: identical questions share one request and its answer, as long as the first medium is alive.
-        """
+    ) -> Answer:
+        """As in Judge."""
         start = time.monotonic()
         if template.takes_source and not source:
-            return Verdict(None, f"template '{template.name}' needs a source image, but the sample has none")
+            return Answer(None, f"template '{template.name}' needs a source image, but the sample has none")
         how = (self.config.image_format, template.frames, template.max_pixels)
         try:
             encoded = [await self.encodings.get(m, *how) for m in media]
             sources = [await self.encodings.get(m, *how) for m in source] if template.takes_source else []
         except EncodeError as error:
-            return Verdict(None, str(error), time.monotonic() - start)
+            return Answer(None, str(error), seconds=time.monotonic() - start)
         if not once or not media:
-            return await self._request(template, values, encoded, sources)
+            return await self._request(template, texts, encoded, sources)
         uuids = tuple(e.uuid for e in (*encoded, *sources))
-        key = (template, tuple(sorted(values.items())), len(encoded), uuids)
+        key = (template, tuple(sorted(texts.items())), len(encoded), uuids)
         asked = self._asked.setdefault(media[0], {})
         if key not in asked or (asked[key].done() and asked[key].result().reason):
-            asked[key] = asyncio.ensure_future(self._request(template, values, encoded, sources))
+            asked[key] = asyncio.ensure_future(self._request(template, texts, encoded, sources))
         return await asyncio.shield(asked[key])
 
     async def _request(
-        self, template: Template, values: Mapping[str, str], media: list[Encoded], source: list[Encoded]
-    ) -> Verdict:
+        self, template: Template, texts: Mapping[str, str], media: list[Encoded], source: list[Encoded]
+    ) -> Answer:
         """Send a question and parse the answer."""
         start = time.monotonic()
         timeout_s = self.config.timeout_s or template.timeout_s
 
         def body(carried: set[Encoded] | None, space: int | None) -> bytes:
             parts, source_parts = ([e.part(carried) for e in some] for some in (media, source))
-            return chat_body(self.model, template, values, parts, source_parts, space)
+            return chat_body(self.model, template, texts, parts, source_parts, space)
 
-        async def attempt(endpoint: Endpoint) -> Verdict:
-            if reason := refusal(self.special[endpoint.url], template.parts(values)):
+        async def attempt(endpoint: Endpoint) -> Answer:
+            if reason := refusal(self.special[endpoint.url], template.parts(texts)):
                 raise Failure(reason, Kind.GIVE_UP)
             space = await self._space(endpoint, template, timeout_s)
             reply = await self._post(endpoint, partial(body, space=space), {*media, *source}, timeout_s)
             return read(template, first_choice(endpoint.url, reply), space is not None)
 
         try:
-            verdict, retries = await self.pool.send(attempt, key=values.get("prompt", ""))
+            verdict, retries = await self.pool.send(attempt, key=texts.get("prompt", ""))
         except Failure as error:
-            return Verdict(None, str(error), time.monotonic() - start)
-        return replace(verdict, latency_s=time.monotonic() - start, retries=retries)
+            return Answer(None, str(error), seconds=time.monotonic() - start)
+        return replace(verdict, seconds=time.monotonic() - start, retries=retries)
 
     async def _space(self, endpoint: Endpoint, template: Template, timeout_s: float) -> int | None:
-        """`missing_space`, found out once per server and template."""
+        """`missing_space`, determined once per server and template."""
         known = self.spaces[endpoint.url]
         if template not in known or (known[template].done() and known[template].exception()):
             path = self._api[endpoint.url] + "/chat/completions"
@@ -138,23 +201,12 @@ class JudgeClient:
         self, endpoint: Endpoint, body: Callable[[set[Encoded] | None], bytes], media: set[Encoded], timeout_s: float
     ) -> bytes:
         """The reply to a question, which names by id the media that the server holds."""
-        ids = self.ids[endpoint.url]
         path = self._api[endpoint.url] + "/chat/completions"
-        carried = await ids.claim(media)
-        answered = False
         try:
-            payload = await endpoint.post(path, body(carried), timeout_s)
-            answered = True
-            return payload
-        except Failure as failure:
-            if carried is None or not any(text in str(failure) for text in _MISS):
-                raise
-            ids.misses += 1
-        finally:
-            if carried is not None and not answered:  # failed, or cancelled at the step's deadline
-                ids.unnamed.update(media)
-            ids.release(carried, answered)
-        return await endpoint.post(path, body(None), timeout_s)
+            async with self.ids[endpoint.url].sending(media) as carried:
+                return await endpoint.post(path, body(carried), timeout_s)
+        except NotHeld:
+            return await endpoint.post(path, body(None), timeout_s)
 
     async def _check(self, endpoint: Endpoint) -> str:
         """Why a server must not be asked: it is down, or serves another model, which some servers do not refuse."""
@@ -187,48 +239,37 @@ class JudgeClient:
         return ""
 
 
-class HttpJudge(PairJudge):
-    """Asks one or several servers which of two media is better; pairs may be submitted from any thread.
+_judges: WeakValueDictionary[str, Judge] = WeakValueDictionary()
 
-    For clips, the template NAME_video is used if it is shipped.
+
+def open_judge(
+    judge: Judge | JudgeConfig | Mapping[str, Any], kinds: Sequence[str] = PAIR_ANSWERS, device: str = "auto"
+) -> Judge:
+    """The judge of a config, or of a mapping of its fields: over HTTP, or without endpoints a model that is loaded in
+    this process on a torch `device`. Those of equal configs are one; an open judge is returned as it is.
+
+    kinds: of answers that are wanted. Raises JudgeError for what cannot be such a judge; whether its servers answer is
+    reported by `reach`.
     """
+    if isinstance(judge, Judge):
+        return judge
+    config = judge if isinstance(judge, JudgeConfig) else section(JudgeConfig, judge, "judge")
+    key = repr(replace(config, endpoints=tuple(config.endpoints))) if config.endpoints else f"{config.model} {device}"
+    found = _judges.get(key)
+    if found is None:
+        if config.endpoints:
+            found = HttpJudge(config)
+        elif "soft" not in kinds:
+            raise JudgeError(
+                "this reward asks for a text, which a judge in this process does not write: serve one, and set "
+                "judge.endpoints, and judge.model (its name, or empty)"
+            )
+        else:
+            from prefgrpo.judge.local import LocalJudge  # imports transformers
 
-    streams = True
-    clips = True
-
-    def __init__(self, config: JudgeConfig, template: str = "compare", shown: Shown = SHOWN) -> None:
-        """shown: instead of what the template says."""
-        video = f"{template}_video"
-        self.config = config
-        self.shown = shown
-        self.template = load_template(template, shown=shown)
-        self.clip_template = self.template
-        if video in shipped_templates():
-            self.clip_template = load_template(video, shown=shown)
-        self.client = shared_client(config)
-        self.answer_s = config.timeout_s or max(self.template.timeout_s, self.clip_template.timeout_s)
-
-    def submit(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Future[Verdict]:
-        """Send one pair; the future always ends with a Verdict unless it is cancelled."""
-        template = self.clip_template if first.clip or second.clip else self.template
-        return self.client.run(self.client.answer(template, {"prompt": prompt}, (first, second), tuple(source)))
-
-    def judge_group(
-        self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
-    ) -> list[Verdict]:
-        """Submit all pairs at once and wait for the verdicts."""
-        return [f.result() for f in [self.submit(prompt, media[i], media[j], source) for i, j in pairs]]
-
-
-_clients: dict[str, JudgeClient] = {}
-
-
-def shared_client(config: JudgeConfig) -> JudgeClient:
-    """This process's client for a config's servers and options."""
-    key = repr(replace(config, endpoints=tuple(config.endpoints)))
-    if key not in _clients:
-        _clients[key] = JudgeClient(config)
-    return _clients[key]
+            found = LocalJudge(config.model, device)
+        _judges[key] = found
+    return found
 
 
 def first_choice(url: str, payload: bytes) -> dict[str, Any]:
@@ -244,7 +285,7 @@ def first_choice(url: str, payload: bytes) -> dict[str, Any]:
     return choice
 
 
-def read(template: Template, choice: Mapping[str, Any], after_space: bool = False) -> Verdict:
+def read(template: Template, choice: Mapping[str, Any], after_space: bool = False) -> Answer:
     """What a choice says, as the template specifies; missing, with the reason, if it contains nothing usable.
 
     after_space: the label is the second token.
@@ -260,17 +301,17 @@ def read(template: Template, choice: Mapping[str, Any], after_space: bool = Fals
         if template.answer == "soft" and template.labels:
             first, second = answers.label_logprobs(choice, template.labels, template.variants, after_space)
             value, reason = two_label_softmax(first, second, MIN_LABEL_MASS)
-            return Verdict(value, reason, raw=f"logp {first:.4f} {second:.4f}")
+            return Answer(value, reason, raw=f"logp {first:.4f} {second:.4f}")
         if template.answer == "word" and template.labels:
-            return Verdict(answers.word_probability(choice, template.labels))
+            return Answer(answers.word_probability(choice, template.labels))
         if text is None:
             only = f"the judge only thought, for max_tokens = {template.max_tokens}: {answers.NO_THINKING}"
             raise answers.Unreadable(only if thoughts else "the server's answer has no text")
         value, parts = answers.parse_answer(template, text, choice.get("finish_reason") in _CUT)
-        return Verdict(value, raw=raw, parts=parts)
+        return Answer(value, raw=raw, parts=parts)
     except answers.Unreadable as error:
         thinks = f"; the judge thinks first: {answers.NO_THINKING}" if thoughts and template.labels else ""
-        return Verdict(None, f"{error}{thinks}", raw=raw)
+        return Answer(None, f"{error}{thinks}", raw=raw)
 
 
 def _utf8(text: Any) -> str | None:
@@ -291,12 +332,3 @@ def _models(raw: bytes) -> list[str]:
         return [str(row["id"]) for row in (value if isinstance(value, list) else value["data"])]
     except (ValueError, LookupError, TypeError, RecursionError):
         return []
-
-
-def takes_ids(version: bytes) -> bool:
-    """Whether a reply of /version is from a vLLM that may get images by id (IDS_FROM)."""
-    try:
-        major, minor, *_ = json.loads(version)["version"].split(".")
-        return (int(major), int(minor)) >= IDS_FROM
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return False

@@ -4,7 +4,7 @@ Requests with the same key (a group's, whose images a server encodes once) prefe
 mean; others take the least loaded. A failure is one of these kinds:
 
     GIVE_UP      no server would take this request (400, 413, 422)
-    ELSEWHERE    a refusal, or a reply that is no answer: tried once more, on another server if possible
+    ELSEWHERE    a refusal, or a reply that is not an answer: tried once more, on another server if possible
     LATE         no answer in time, or 504: tried once more; if others got answers meanwhile, only on another server
     BROKEN       500: tried RETRIES times more
     BUSY         429, 502 or 503: tried again after the pause that the server asks for
@@ -38,18 +38,18 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from prefgrpo.config.recipe import UserError
 from prefgrpo.judge.event_loop import loop_thread
-from prefgrpo.judge.verdict import JudgeError
 
 RETRIES = 5
-"""Most retries of a request that a server answers with 500."""
+"""Maximum retries of a request that a server answers with 500."""
 PATIENCE_S = 600.0
 """How long requests wait for an answer from any server if the configuration sets no limit."""
 CHECK_S = 5.0
 _CONNECT_S = 30.0
 _MAX_BYTES = 16 << 20
 _PAUSE_S = 0.25
-"""First rest of a server after a failure, and first pause between two checks; both double."""
+"""Initial pause of a server after a failure, and initial interval between two checks; both double."""
 _LONGEST_REST_S = 20.0
 _LONGEST_CHECK_PAUSE_S = 5.0
 _LOAD_RATIO = 1.25
@@ -65,18 +65,22 @@ _KINDS = {400: Kind.GIVE_UP, 413: Kind.GIVE_UP, 422: Kind.GIVE_UP, 429: Kind.BUS
 _KINDS |= {501: Kind.ELSEWHERE, 502: Kind.BUSY, 504: Kind.LATE, 401: Kind.DOWN}
 
 
+class JudgeError(UserError, RuntimeError):
+    """A judge cannot be used; the message says what was expected, what was found, and what to do."""
+
+
 class Failure(Exception):
     """A request failed, on one server or, from `HttpPool.send`, even after retries; the message says why."""
 
     def __init__(self, reason: str, kind: Kind = Kind.ELSEWHERE, pause_s: float = 0.0) -> None:
-        """pause_s: how long the server asked to be left alone."""
+        """pause_s: the pause that the server asked for."""
         super().__init__(reason)
         self.kind = kind
         self.pause_s = pause_s
 
 
 class Starting(Exception):
-    """Raised by a check: the server is there, but cannot answer yet; the message says what it said."""
+    """Raised by a check: the server is up, but cannot answer yet; the message is the server's."""
 
 
 class Endpoint:
@@ -91,7 +95,7 @@ class Endpoint:
         self.load = 0
         """Requests in flight."""
         self.limit = 1.0
-        """Most requests in flight."""
+        """Maximum requests in flight."""
         self.problem = ""
         """Why it gets no requests; '' if it does."""
         self.starting = False
@@ -180,12 +184,12 @@ class HttpPool:
     async def send(self, attempt: Callable[[Endpoint], Awaitable[T]], key: str = "") -> tuple[T, int]:
         """(result, number of retries) of an attempt on the best server; Failure if all fail.
 
-        attempt: makes the request. Raises Failure, or ValueError for a reply that is no answer, which may have been
+        attempt: makes the request. Raises Failure, or ValueError for a reply that is not an answer, which may have been
         corrupted in transit. key: requests with the same one prefer the same server; '': the least loaded one.
         """
         idle = not any(e.load for e in self.endpoints) and all(slot.done() for slot, *_ in self._waiting)
         if idle and not all(e.problem for e in self.endpoints):
-            self._failing_since = None  # what was before a pause of the client says nothing
+            self._failing_since = None  # what happened before a pause of the client means nothing
         failures: Counter[Kind] = Counter()
         began = time.monotonic()
         avoid: Endpoint | None = None

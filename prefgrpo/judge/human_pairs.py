@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.pair_rows import Unjudged, media_rows, verdicts_of
 from prefgrpo.data.prompts import parse
 from prefgrpo.data.stored import StoredMedia
 from prefgrpo.data.tables import DataError
-from prefgrpo.judge.verdict import PairJudge, Verdict
+from prefgrpo.judge.client import Judge
+from prefgrpo.judge.template import PairTemplates
 
 AT_ONCE = 32
 """Pairs that are asked at the same time."""
@@ -46,22 +48,22 @@ def read_pairs(file: Path) -> list[HumanPair]:
     return pairs
 
 
-def ask(judge: PairJudge, pair: HumanPair) -> list[Verdict]:
-    """Verdicts on (a, b) and (b, a)."""
+def ask(judge: Judge, templates: PairTemplates, pair: HumanPair) -> list[Answer]:
+    """Answers on (a, b) and (b, a)."""
     prompt, images, _ = pair
     try:
-        media = [image.read() for image in images]
+        a, b = [image.read() for image in images]
     except DataError as error:
-        return [Verdict(None, str(error))] * 2
-    return judge.judge_group(prompt, media, [(0, 1), (1, 0)])
+        return [Answer(None, str(error))] * 2
+    return judge.ask_all(templates.about(a, b), {"prompt": prompt}, [(a, b), (b, a)])
 
 
-def agreement(judge: PairJudge, pairs: Sequence[HumanPair]) -> list[str]:
+def agreement(judge: Judge, templates: PairTemplates, pairs: Sequence[HumanPair]) -> list[str]:
     """Lines: accuracy, order inconsistency and ties over the pairs with two verdicts, and what is left out."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        asked = list(pool.map(lambda pair: ask(judge, pair), pairs))
-    reasons = [verdict.reason for verdicts in asked for verdict in verdicts if verdict.first is None]
-    p_a = np.array([[one.first, other.first] for one, other in asked], np.float64)  # None: NaN
+        asked = list(pool.map(lambda pair: ask(judge, templates, pair), pairs))
+    reasons = [answer.reason for answers in asked for answer in answers if answer.value is None]
+    p_a = np.array([[one.value, other.value] for one, other in asked], np.float64)  # None: NaN
     p_a[:, 1] = 1 - p_a[:, 1]
     judged = ~np.isnan(p_a).any(1)
     winner = np.sign(p_a[judged] - 0.5)  # 1: a, -1: b, 0: a tie

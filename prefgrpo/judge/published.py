@@ -2,20 +2,28 @@
 
 A judge that was trained on one question answers another one worse, or in a form that is not read, and a reward model
 needs the text of its training. Their licences are their publishers', so they are not in this package; `prefgrpo judge
-prompts` fetches the questions of the shipped templates.
+prompts` (`main`) fetches the questions of the shipped templates: a file of a fixed commit, or of a checkout, whose hash
+it verifies, becomes a template in the user's cache.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import hashlib
 import os
-from collections.abc import Mapping
+import urllib.request
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from prefgrpo.judge.verdict import JudgeError
+import yaml
+
+from prefgrpo.config.recipe import did_you_mean
+from prefgrpo.judge.http import JudgeError
 
 _PREF_GRPO = (
     "CodeGoat24/Pref-GRPO", "3e787f6dd5a3051b40d61f07e9578468ac26130a", "fastvideo/rewards/templates.py",
@@ -83,7 +91,7 @@ PUBLISHED = {
 
 
 def template_file(name: str) -> Path:
-    """Where the template with the published question is; it need not exist."""
+    """Path of the template with the published question; it need not exist."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "prefgrpo" / "prompts" / f"{name}-{PUBLISHED[name].source[3][:8]}.yaml"
 
@@ -149,3 +157,71 @@ def published_texts(code: str, markers: Mapping[str, str] | None = None) -> dict
                 if isinstance(inner, ast.Return) and inner.value is not None:
                     note(function.name, inner.value)
     return values
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fetch the questions that fine-tuned judges were trained on."""
+    parser = argparse.ArgumentParser("prefgrpo judge prompts", description=main.__doc__)
+    every = "templates, e.g. think flex; none: list them; all: every one"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=every)
+    checkout = "a checkout's file or folder to take the text from, instead of a download"
+    parser.add_argument("--from", dest="source", type=Path, metavar="PATH", help=checkout)
+    args = parser.parse_args(argv)
+    names: list[str] = args.names
+    if not names:
+        for name, row in PUBLISHED.items():
+            state = "fetched" if template_file(name).is_file() else "not fetched"
+            print(f"{name:26} {state:12} {row.source[0]} {row.source[2]}")
+        return 0
+    videos = [f"{name}_video" for name in names if f"{name}_video" in PUBLISHED]
+    for name in PUBLISHED if names == ["all"] else dict.fromkeys([*names, *videos]):
+        print(f"{name}: {fetch(name, args.source)}")
+        print(f"  from {PUBLISHED[name].source[0]}; licence: {PUBLISHED[name].source[4]}")
+    return 0
+
+
+def fetch(name: str, source: Path | None = None) -> Path:
+    """Write the template with the published question; its path. JudgeError if the file is not the expected one.
+
+    source: the publisher's file, or a folder that contains it; None: download it.
+    """
+    from prefgrpo.judge.template import shipped_templates  # which imports this module
+
+    if name not in PUBLISHED:
+        raise JudgeError(
+            f"no published question for '{name}'{did_you_mean(name, PUBLISHED)}; there are: {', '.join(PUBLISHED)}"
+        )
+    row = PUBLISHED[name]
+    repository, commit, path, expected, licence = row.source
+    if source is None:
+        files = [_download(f"https://raw.githubusercontent.com/{repository}/{commit}/{path}")]
+    else:
+        places = [source] if source.is_file() else source.rglob(Path(path).name)
+        files = [place.read_bytes() for place in places]
+    code = next((raw for raw in files if hashlib.sha256(raw).hexdigest() == expected), None)
+    if code is None:
+        raise JudgeError(
+            f"{source or 'the download'}: expected {path} of {repository} at commit {commit} (SHA-256 {expected}), "
+            f"found {len(files)} file(s) of that name, all with other contents; check out that commit, or leave "
+            "--from away to download the file"
+        )
+    values = dict(shipped_templates()[name])
+    values["user"] = "".join(f"{{{medium}}}" for medium in row.media) + question_of(code.decode("utf-8"), row)
+    file = template_file(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    note = f"# {path} of {repository} at {commit}; licence: {licence}\n"
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(note + yaml.safe_dump(values, allow_unicode=True, sort_keys=False), encoding="utf-8")
+    partial.replace(file)
+    return file
+
+
+@cache
+def _download(url: str) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=60.0) as reply:
+            return bytes(reply.read(1 << 22))
+    except OSError as error:
+        raise JudgeError(
+            f"cannot download {url} ({error}): clone the repository and give the folder, --from CHECKOUT"
+        ) from error

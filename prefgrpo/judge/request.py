@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from PIL import Image
@@ -25,10 +25,6 @@ from PIL import Image
 from prefgrpo.data.media import Media
 from prefgrpo.judge.template import FRAMES, MAX_PIXELS, SOURCE, Template
 
-_GRACE_S = 0.25
-_MISSES = 3
-_MISS_SHARE = 0.05
-"""A server gets no more ids after more misses than both: several servers behind a balancer do not share images."""
 T = TypeVar("T")
 
 
@@ -60,55 +56,11 @@ class Encoded:
         return b",".join(b'%s,"uuid":"%s"}' % (data, uuid.encode()) for uuid, data in shown)
 
 
-class MediaIds:
-    """Which media a server holds, so that later requests name them by id instead of sending them again.
-
-    The first request with a medium carries its data. Others with it wait for that answer, at most _GRACE_S: a server
-    has a medium once it has read the request, long before it answers.
-    """
-
-    def __init__(self) -> None:
-        self.supported = False
-        self.requests = 0
-        """Requests by id."""
-        self.misses = 0
-        """Those for an image that the server did not hold."""
-        self.sent: WeakKeyDictionary[Encoded, asyncio.Event] = WeakKeyDictionary()
-        """Medium → set when it may be named."""
-        self.unnamed: WeakSet[Encoded] = WeakSet()
-        """Media of failed or cancelled requests, which are sent with data and without id from then on: vLLM's API
-        process may believe that the engine has an image which it has not, and would drop the data that comes with the
-        same id."""
-
-    async def claim(self, media: set[Encoded]) -> set[Encoded] | None:
-        """The media whose data a request must carry (None: all, without ids). Send it at once, then `release`."""
-        while waiting := [self.sent[m] for m in media if m in self.sent and not self.sent[m].is_set()]:
-            await waiting[0].wait()
-        off = self.misses > max(_MISSES, _MISS_SHARE * self.requests)
-        if off or not self.supported or not self.unnamed.isdisjoint(media):
-            return None
-        self.requests += 1
-        carried = {m for m in media if m not in self.sent}
-        for medium in carried:
-            self.sent[medium] = asyncio.Event()
-            asyncio.get_running_loop().call_later(_GRACE_S, self.sent[medium].set)
-        return carried
-
-    def release(self, carried: set[Encoded] | None, answered: bool) -> None:
-        """The request that carried these media has ended."""
-        for medium in carried or ():
-            event = self.sent.get(medium)
-            if event:
-                event.set()
-            if not answered:
-                self.sent.pop(medium, None)
-
-
 def encode(media: Media, image_format: str, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) -> Encoded:
     """Encode an image in one of FORMATS (all lossless except jpeg), or a clip as a sequence of images.
 
-    frames: most frames of a clip, evenly spaced. max_pixels: larger images are downscaled. Raises ValueError for media
-    without pixels or frames.
+    frames: maximum number of frames of a clip, evenly spaced. max_pixels: larger images are downscaled. Raises
+    ValueError for media without pixels or frames.
     """
     if 0 in media.pixels.shape:
         raise ValueError(f"it has no {'frames or ' if media.clip else ''}pixels: its shape is {media.pixels.shape}")
@@ -126,8 +78,8 @@ class EncodeError(RuntimeError):
 
 
 class Encodings(Generic[T]):
-    """Encodes each medium once per way, in threads of its own (the event loop's look up host names: requests would wait
-    for images); the result is kept as long as the medium."""
+    """Encodes each medium once per way, in threads of its own (those of the event loop resolve host names, so requests
+    would wait for images); the result is kept as long as the medium."""
 
     def __init__(self, encode: Callable[..., T]) -> None:
         self._encode = encode

@@ -16,7 +16,7 @@ from typing import Annotated
 import tyro
 
 from prefgrpo.config.recipe import did_you_mean
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.http import JudgeError
 
 _SIZES = ("", "-2b", "-4b", "-8b", "-32b")
 
@@ -105,7 +105,7 @@ def serve(
     words += ["--limit-mm-per-prompt", f'{{"image": {IMAGES}, "video": 0}}']
     words += ["--mm-processor-cache-gb", str(media_cache_gb)]
     words += ["--max-num-batched-tokens", str(batched_tokens)]  # also the size of the encoder cache
-    words += ["--enable-tokenizer-info-endpoint"]  # tells the special tokens that no prompt may contain
+    words += ["--enable-tokenizer-info-endpoint"]  # reports the special tokens that no prompt may contain
     words += ["--shutdown-timeout", "20"]  # answers the requests in flight after SIGTERM
     file = Path(model) / "config.json"
     described = file.read_text(encoding="utf-8") if file.is_file() else PRESETS.get(model, model)

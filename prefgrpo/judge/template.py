@@ -19,8 +19,9 @@ from pydantic.dataclasses import dataclass
 from prefgrpo.config.loading import section
 from prefgrpo.config.recipe import ConfigError, did_you_mean, read_yaml
 from prefgrpo.config.schema import STRICT
+from prefgrpo.data.media import Media
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.published import published_template
-from prefgrpo.judge.verdict import JudgeError
 
 _MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
 _MEDIUM = re.compile(r"\{media_(\d+)\}")
@@ -40,7 +41,7 @@ SOURCE = -1
 
 
 class Shown(NamedTuple):
-    """Most frames of a clip, and pixels of an image or frame, that a judge sees; None: what its template says."""
+    """Maximum frames of a clip, and pixels of an image or frame, that a judge sees; None: as its template says."""
 
     frames: int | None = None
     max_pixels: int | None = None
@@ -87,11 +88,11 @@ class Template:
     timeout_s: PositiveFloat = 600.0
     """Timeout of one request in seconds (60 if the answer is one token), unless the judge's configuration sets one."""
     request: Annotated[str, BeforeValidator(_fields)] = "{}"
-    """Fields merged into the request's body, as JSON; null takes one out."""
+    """Fields merged into the request's body, as JSON; null removes one."""
     frames: PositiveInt = FRAMES
-    """Most frames of a clip that are shown, evenly spaced from first to last."""
+    """Maximum frames of a clip that are shown, evenly spaced from first to last."""
     max_pixels: PositiveInt = MAX_PIXELS
-    """Most pixels of an image or frame that is shown; larger ones are sent smaller."""
+    """Maximum pixels of an image or frame that is shown; larger ones are scaled down."""
     name: str = ""
 
     @cached_property
@@ -119,10 +120,10 @@ class Template:
                 text += texts[piece[1:-1]] if _MARKER.fullmatch(piece) else piece
         return [*parts, text] if text else parts
 
-    def messages(self, prompt: str, sources: int = 1) -> list[dict[str, Any]]:
+    def messages(self, texts: Mapping[str, str], sources: int = 1) -> list[dict[str, Any]]:
         """Messages for transformers' chat templates, with image placeholders; ends with the prefill if there is one."""
         content: list[dict[str, Any]] = []
-        for part in self.parts({"prompt": prompt}):
+        for part in self.parts(texts):
             if isinstance(part, str):
                 content.append({"type": "text", "text": part})
             else:
@@ -170,6 +171,25 @@ def load_template(
     if mistakes := list(_mistakes(template, needs, may, kinds)):
         raise JudgeError(f"judge template {file}: {'; '.join(mistakes)}")
     return template
+
+
+class PairTemplates(NamedTuple):
+    """The question of which of two media is better."""
+
+    images: Template
+    clips: Template
+    """The same, unless there is a template NAME_video."""
+
+    def about(self, *media: Media) -> Template:
+        """The template for these media."""
+        return self.clips if any(one.clip for one in media) else self.images
+
+
+def load_pair_templates(name: str, shown: Shown = SHOWN) -> PairTemplates:
+    """The template of that name for images, and the one for clips. Raises JudgeError."""
+    images = load_template(name, shown=shown)
+    video = f"{name}_video"
+    return PairTemplates(images, load_template(video, shown=shown) if video in shipped_templates() else images)
 
 
 def _mistakes(t: Template, needs: tuple[str, ...], may: tuple[str, ...], kinds: tuple[str, ...]) -> Iterator[str]:

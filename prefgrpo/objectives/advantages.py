@@ -19,15 +19,15 @@ from torch import Tensor
 
 from prefgrpo.config.by_path import load_function
 from prefgrpo.config.schema import COMBINE, SEPARATE, AdvantageConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.ops.advantage import normalised
-from prefgrpo.rewards.base import Reward, Score
-from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.rewards.base import Reward
 
 Parts = Mapping[str, Mapping[str, float]]
 """Reward → part → weight, for rewards whose parts are normalised separately."""
 
 
-def part_table(scores: Mapping[str, list[list[Score]]], parts: Parts) -> NDArray[np.float64]:
+def part_table(scores: Mapping[str, list[list[Answer]]], parts: Parts) -> NDArray[np.float64]:
     """[n_groups, G, K] sub-scores of all `parts` in order; NaN if a sample lacks the sub-score or the whole reward."""
     columns = [
         [[np.nan if s.value is None else s.parts.get(part, np.nan) for s in group] for group in scores[name]]
@@ -55,11 +55,12 @@ def _combined(path: str, table: Tensor, weights: Tensor) -> Tensor:
 
 
 def by_comparisons(rewards: Mapping[str, Reward], weights: Mapping[str, float], options: AdvantageConfig) -> bool:
-    """Whether advantages are those of one judge's win rates, which `winrate_advantage` computes from its verdicts."""
+    """Whether advantages are those of one reward's win rates. The scorer computes these rates, which are reported; the
+    update takes the same wins and counts, from which `winrate_advantage` computes the advantages."""
     trained = {name: weight for name, weight in weights.items() if weight}
     changed = options.combine not in COMBINE or options.combine == "gdpo" or options.std == "rank"
     reward = rewards[next(iter(trained))]
-    return list(trained.values()) == [1] and not changed and isinstance(reward, VlmPairwise) and reward.is_win_rate
+    return list(trained.values()) == [1] and not changed and reward.is_win_rate
 
 
 def advantages(

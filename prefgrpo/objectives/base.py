@@ -38,7 +38,7 @@ class Targets(NamedTuple):
     """fp32 [P], factors of the groups' losses; None: 1."""
 
     def to(self, device: torch.device) -> Targets:
-        """These on a device, without waiting for it."""
+        """The targets on a device, without waiting for it."""
         moved = Targets(*(tensor.to(device, non_blocking=True) for tensor in self[:4]))
         return moved if self.weight is None else moved._replace(weight=self.weight.to(device, non_blocking=True))
 
@@ -77,7 +77,8 @@ class Objective(ABC):
 
     @property
     def on_policy(self) -> bool:
-        """Whether the loss holds only for samples that a policy of this run generated, not for those of data.pairs."""
+        """Whether the loss is valid only for samples that a policy of this run generated, not for those of
+        data.pairs."""
         return False
 
     def option_errors(self, group_size: int) -> list[str]:
@@ -199,7 +200,7 @@ class Prediction:
 
 
 def ranked(error: Tensor, reference_error: Tensor, targets: Targets) -> Tensor:
-    """[3, P] per group: how many judged pairs the implicit rewards reference_error − error [P, G] rank rightly (½ if
+    """[3, P] per group: how many judged pairs the implicit rewards reference_error − error [P, G] rank correctly (½ if
     they are equal), how many there are, and the sum of the winners' rewards minus the losers'. Ties do not count."""
     reward = reference_error - error
     difference = reward[:, :, None] - reward[:, None, :]
@@ -232,7 +233,7 @@ class PointwiseObjective(EndpointObjective):
     """An endpoint objective whose loss is a sum over samples."""
 
     def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
-        """fp32 [P, G], what the loss gets of each sample: by default its advantage."""
+        """fp32 [P, G], what the loss gets for each sample: by default its advantage."""
         return targets.advantage
 
     @abstractmethod

@@ -194,7 +194,7 @@ def still(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def data_uri(media: NDArray[np.uint8], most: int, seconds: float = 2.0) -> str:
-    """`data:` URI of an image of at most `most` pixels per side, or of a clip that plays for so many seconds."""
+    """`data:` URI of an image of at most `most` pixels per side, or of a clip that plays for this many seconds."""
     clip = media.ndim == 4
     images = [Image.fromarray(frame) for frame in (media if clip else [media])]
     if max(images[0].size) > max(most := CLIP_PX if clip else most, SMALL):

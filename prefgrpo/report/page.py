@@ -112,7 +112,7 @@ class Win:
     conclusion: str
     """As `Interval.conclusion`."""
     interval: str
-    """Of 95 %; empty for fewer than MIN_PROMPTS prompts."""
+    """95 % interval; empty for fewer than MIN_PROMPTS prompts."""
     counts: tuple[int, int, int] | None
     """How many images won, tied and lost; None if the run did not store them."""
     orders: tuple[float, float]
@@ -156,7 +156,7 @@ class Change(NamedTuple):
     before: float
     after: float
     interval: str
-    """Of 95 %, of the change of an image; empty for fewer than MIN_PROMPTS prompts."""
+    """95 % interval of the change of an image; empty for fewer than MIN_PROMPTS prompts."""
     missing: float
     """The larger missing share."""
 
@@ -213,7 +213,7 @@ def certainty(found: list[Win]) -> tuple[str, str]:
 
 
 def ranking(run: Run) -> tuple[float, str]:
-    """(share of held-out pairs from files that the policy ranks rightly, 95 % interval, '' of fewer than MIN_PROMPTS
+    """(share of held-out pairs from files that the policy ranks correctly, 95 % interval, '' for fewer than MIN_PROMPTS
     prompts) in the last evaluation; NaN without any."""
     right = run.evals["dev"].last.accuracy if "dev" in run.evals else None
     return (right.value, shown(right.interval)) if right else (math.nan, "")
@@ -235,11 +235,11 @@ class Agreement(NamedTuple):
     samples: int
     """Images where neither has a tie."""
     interval: str
-    """Of 95 %; empty for fewer than MIN_PROMPTS prompts."""
+    """95 % interval; empty for fewer than MIN_PROMPTS prompts."""
 
 
 def agreement(run: Run, name: str) -> list[Agreement]:
-    """How far the judge's and each other win rate of a set's last evaluation agree."""
+    """How far the judge's win rate and every other one agree in a set's last evaluation."""
     outcomes = run.outcomes(name)
     out = []
     for other in dict.fromkeys(by for o in outcomes for by in o.wins if by != JUDGE):

@@ -70,7 +70,7 @@ class Evaluations:
         return [getattr(measure, field) or Estimate() for measure in measures]
 
     def subjects(self, field: str) -> list[Subject]:
-        """What has a value of this field in an evaluation, the judge first."""
+        """Subjects that have a value of this field in an evaluation, the judge first."""
         every = dict.fromkeys(subject for one in self.comparisons for subject in one.measures)
         known = [s for s in every if any(not np.isnan(found.value) for found in self.of(s, field))]
         return sorted(known, key=lambda subject: subject != JUDGE)
@@ -156,7 +156,7 @@ class Run:
     evals: dict[str, Evaluations]
     """By set."""
     stored: dict[str, Evaluation]
-    """Of the sets whose last evaluation has images."""
+    """The last stored evaluations of the sets that have images."""
     groups: list[Group]
     problems: list[str]
 
@@ -178,7 +178,7 @@ class Run:
         return next((a.judge for a in answers), "")
 
     def label(self, subject: Subject) -> str:
-        """How the page calls a reward, or the judge."""
+        """Name of a reward, or of the judge, on the page."""
         return "the judge" if subject == JUDGE else short(str(subject))
 
     def outcomes(self, of_set: str) -> list[Outcome]:
@@ -213,7 +213,7 @@ class Run:
 
 
 def short(name: str) -> str:
-    """A reward's name without the folders of a file that it may be given by."""
+    """A reward's name without folders, if it is the path of a file."""
     return name.rpartition("/")[2]
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, make_dataclass
 from functools import partial
 from typing import Any, get_type_hints
 
@@ -20,14 +20,14 @@ from pydantic import TypeAdapter, ValidationError
 from prefgrpo.config.by_path import IMPORT_PATH, load_object
 from prefgrpo.config.recipe import UserError, did_you_mean
 from prefgrpo.config.rewards import RewardEntry, entries
-from prefgrpo.rewards.base import PointwiseReward, Reward, RewardError
+from prefgrpo.rewards.base import Reward, RewardError
 from prefgrpo.rewards.prepared import PreprocessedReward
 
 REWARDS: dict[str, str] = {
-    "vlm_pairwise": "pairwise:VlmPairwise",
-    "jpeg_compressibility": "jpeg:JpegCompressibility",
-    "jpeg_incompressibility": "jpeg:JpegIncompressibility",
-    "scenes": "scenes:Scenes",
+    "vlm_pairwise": "pairs:VlmPairwise",
+    "jpeg_compressibility": "simple:JpegCompressibility",
+    "jpeg_incompressibility": "simple:JpegIncompressibility",
+    "scenes": "simple:Scenes",
     "ocr": "ocr:Ocr",
     "video_ocr": "ocr:VideoOcr",
     "aesthetic": "clip:Aesthetic",
@@ -42,9 +42,9 @@ REWARDS: dict[str, str] = {
     "unifiedreward_coherence": "vlm:UnifiedRewardCoherence",
     "unifiedreward_sglang": "vlm:UnifiedRewardSglang",
     "qwenvl": "vlm:QwenVl",
-    "unifiedreward_think": "pairwise:UnifiedRewardThink",
-    "unifiedreward_flex": "pairwise:UnifiedRewardFlex",
-    "unifiedreward_edit_pairwise": "pairwise:UnifiedRewardEditPairwise",
+    "unifiedreward_think": "pairs:UnifiedRewardThink",
+    "unifiedreward_flex": "pairs:UnifiedRewardFlex",
+    "unifiedreward_edit_pairwise": "pairs:UnifiedRewardEditPairwise",
     "unifiedreward_edit_pointwise_image_quality": "vlm:EditImageQuality",
     "unifiedreward_edit_pointwise_instruction_following": "vlm:EditInstructionFollowing",
     "unigenbench": "unigenbench:UniGenBench",
@@ -60,7 +60,7 @@ REWARDS: dict[str, str] = {
 """Name -> "module:class" in this package."""
 
 PREPROCESSING = ("size", "jpeg")
-"""Options of every pointwise reward that preprocess its images (`prepared.PreprocessedReward`)."""
+"""Options of every reward that preprocess its images (`prepared.PreprocessedReward`)."""
 PYTHON = "python"
 """Option that records where an object of `python_rewards` was defined; its Python program must resume such a run."""
 _OWN_NAME = re.compile(r"[\w-]+")
@@ -141,7 +141,7 @@ def load_class(name: str) -> type[Reward]:
     if isinstance(value, type) and issubclass(value, Reward):
         return value
     if not inspect.isfunction(value):
-        raise RewardSpecError(f"reward '{name}' at {path} is not a PointwiseReward, VlmPairwise or function")
+        raise RewardSpecError(f"reward '{name}' at {path} is not a Reward or function")
     return _class_of(name, value)
 
 
@@ -162,7 +162,7 @@ def build(
 ) -> dict[str, Reward]:
     """{name: reward} for every entry of `spec`; `options[name]`, or its own, are the keyword arguments of its class.
 
-    With `url` it is a `remote.RemoteReward`; pointwise rewards also accept `size` and `jpeg` (prepared.py).
+    With `url` it is a `remote.RemoteReward`; all also accept `size` and `jpeg` (prepared.py).
     """
     named = parse_reward_spec(spec)
     options = options or {}
@@ -171,21 +171,28 @@ def build(
 
 
 def factory(name: str, options: Mapping[str, Any]) -> Callable[[], Reward]:
-    """What constructs the reward. RewardSpecError if it cannot be imported or an option is wrong."""
+    """A function that constructs the reward. RewardSpecError if it cannot be imported or an option is wrong."""
     options = {key: value for key, value in options.items() if key != PYTHON}
     if isinstance(made := get_python_rewards().get(name), Reward):
         return lambda: made
     cls = load_class(name)
     own = inspect.signature(cls).parameters
-    also = [key for key in PREPROCESSING if key not in own and issubclass(cls, PointwiseReward)]
+    also = [key for key in PREPROCESSING if key not in own]
     before = {key: options.pop(key) for key in also if key in options}
-    if "url" in options and issubclass(cls, PointwiseReward):
-        from prefgrpo.rewards.remote import RemoteReward  # imports aiohttp
-
-        make = _checked(name, RemoteReward, {"name": name, "cls": cls} | options, also)
+    if "url" in options:
+        make = _checked(name, _remote(cls), {"name": name, "cls": cls} | options, also)
     else:
         make = _checked(name, cls, options, also)
     return _checked(name, PreprocessedReward, {"make": make} | before) if before else make
+
+
+def _remote(cls: type[Reward]) -> type[Reward]:
+    """A client of such a reward's server: what is asked about a group and what it is worth stay here, with the options
+    of the class that defines it, `plan` for instance."""
+    from prefgrpo.rewards.remote import RemoteReward  # imports aiohttp
+
+    tallies = next(base for base in cls.__mro__ if "tally" in vars(base))
+    return RemoteReward if tallies is Reward else make_dataclass("Remote", [], bases=(tallies, RemoteReward), eq=False)
 
 
 def _checked(name: str, make: type[Reward], options: dict[str, Any], also: Iterable[str] = ()) -> Callable[[], Reward]:
@@ -217,7 +224,7 @@ def show_rewards() -> int:
     for name in sorted(REWARDS):
         cls = load_class(name)
         takes = " + ".join([" or ".join(cls.takes), *["source"] * cls.needs_source, *cls.meta_keys])
-        takes += "" if issubclass(cls, PointwiseReward) else " (group)"
+        takes += " (group)" * cls.compares
         rows.append((name, takes, "a judge" if cls.judged else "-", (inspect.getdoc(cls) or "").split("\n")[0]))
     wide = [max(len(row[k]) for row in rows) for k in range(3)]
     for row in rows:

@@ -1,4 +1,4 @@
-"""The interface of rewards, which score samples one by one or compare those of a prompt in pairs (pairwise.py).
+"""The interface of rewards, which score samples one by one or compare those of a prompt in pairs (pairs.py).
 
 A sample that could not be scored has the value None and a reason; it is never 0, −1 or 0.5. A reward's module can be
 imported without the reward's libraries; its constructor loads them, or raises RewardError.
@@ -7,20 +7,19 @@ imported without the reward's libraries; its constructor loads them, or raises R
 from __future__ import annotations
 
 import importlib
-import math
 import sys
 import traceback
-from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from prefgrpo.config.recipe import UserError
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 
 T = TypeVar("T")
@@ -44,7 +43,7 @@ def library(name: str, install: str) -> ModuleType:
 
 
 def check_media(media: Media, takes: Sequence[str] = ("image", "video")) -> None:
-    """Raise ValueError for a medium that a reward which accepts `takes` cannot score."""
+    """Raise ValueError for a medium that a reward that accepts `takes` cannot score."""
     shape = media.pixels.shape
     if len(shape) not in (3, 4) or shape[-1] != 3 or media.pixels.dtype != np.uint8:
         raise ValueError(f"expected 8-bit RGB pixels, got {media.pixels.dtype} {list(shape)}")
@@ -83,39 +82,29 @@ class Sample:
     """The other columns of the prompt file's row."""
 
 
+Question = tuple[Sample, ...]
+"""The samples that a reward is asked about: one, or two in the order in which they are shown."""
+Key = tuple[int, ...]
+"""The same as members of a group: (member,), or (first shown, second shown)."""
+NOT_GENERATED = "a sample was not generated"
+
+
 @dataclass(frozen=True)
-class Score:
-    """A reward's result for one sample."""
+class Tally:
+    """What the answers about a group of G samples are worth."""
 
-    value: float | None
-    """The reward, or None if it is missing."""
-    reason: str = ""
-    """Why it is missing."""
-    parts: dict[str, float] = field(default_factory=dict)
-    """Named sub-scores, for logs."""
-    raw: str = ""
-    """The judge's text, for rewards that keep it."""
-
-    def finite(self) -> Score:
-        """This score with its value as a float; missing, with the reason, if the value is not finite."""
-        if self.value is None:
-            return replace(self, reason=self.reason or "the reward gave no reason")
-        value = float(self.value)
-        if math.isfinite(value):
-            return replace(self, value=value)
-        return replace(self, value=None, reason=f"the reward returned {value}")
-
-    def row(self) -> dict[str, Any]:
-        """As JSON: value, or null with the reason, and parts; non-finite numbers become null."""
-        score = self.finite()
-        row: dict[str, Any] = {"value": score.value} | ({"reason": score.reason} if score.value is None else {})
-        if self.parts:
-            row["parts"] = {name: float(v) if math.isfinite(v) else None for name, v in self.parts.items()}
-        return row
+    members: list[Answer]
+    """The value of each member, with its parts, or why it is missing."""
+    comparisons: NDArray[np.float64] | None = None
+    """[2, G, G], of a reward that compares: sum (wins) and number (counts) of the answers that row beats column."""
 
 
-class Reward(ABC):  # noqa: B024  (its two subclasses have the methods that score)
-    """Base class: declares the inputs of a reward, which are checked before a run starts."""
+class Reward:
+    """Says what is asked about a group, answers it, and what the answers are worth.
+
+    A subclass defines `ask`, or `ask_one` with `streams = True`. Its attributes, which are checked before a run starts,
+    declare the inputs. One that compares samples is `class Mine(Compares, Reward)` (rewards/pairs.py).
+    """
 
     takes: tuple[str, ...] = ("image",)
     """Media it accepts: "image", "video" or both."""
@@ -129,82 +118,108 @@ class Reward(ABC):  # noqa: B024  (its two subclasses have the methods that scor
     """Columns that it uses where a prompt has them."""
     judged: ClassVar[bool] = False
     """Whether it queries a vision-language model; its constructor then takes `judge` first."""
+    of_function: ClassVar[bool] = False
+    """Whether a function answers, so that trying it before a run costs nothing (`functions.failure`)."""
+    compares: bool = False
+    """Whether its questions are about two samples."""
     template: str = ""
     """Default judge template (judged rewards)."""
     probe: ClassVar[dict[str, Any]] = {}
     """Meta and "prompt" of the sample that its server scores before reporting ready; empty: any caption will do."""
     part_weights: Mapping[str, float] = MappingProxyType({})
-    """Weights of sub-scores (`Score.parts`) that are normalised separately and then summed; empty: the value is
+    """Weights of sub-scores (`Answer.parts`) that are normalised separately and then summed; empty: the value is
     normalised. Needs advantage.combine weighted_advantage_sum or gdpo."""
+    is_win_rate: bool = False
+    """Whether the values are the win rates of `Tally.comparisons`."""
     streams: bool = False
-    """Whether `submit` sends a sample, or a pair, without waiting; others are called on a thread of the scorer."""
+    """Whether `ask_one` is awaited for each question as soon as its samples exist, on the event loop of the process;
+    otherwise a thread of the scorer calls `ask` once whole groups exist."""
     answer_s: float = 0.0
     """Timeout in seconds of one answer from a server (the scorer's deadline is longer)."""
+    batch_size: int = sys.maxsize
+    """Maximum number of questions per call of `ask`; by default all."""
+
+    def __post_init__(self) -> None:
+        """Of subclasses that are dataclasses: called when the fields are set."""
 
     def check(self, sample: Sample) -> None:
         """Raise ValueError, with the reason, for a sample that cannot be scored; by default by its pixels and kind."""
         check_media(sample.media, self.takes)
 
-    def close(self) -> None:  # noqa: B027  (rewards without resources need not override it)
+    def keys(self, size: int, seed: int) -> list[Key]:
+        """What is asked about a group of `size` samples: by default, about every member alone."""
+        del seed  # for rewards that draw pairs
+        return [(member,) for member in range(size)]
+
+    def ask(self, asked: list[Question]) -> Iterable[Answer]:
+        """One answer per question, in order, about samples that `check` accepts. By default those of `ask_one`."""
+        from prefgrpo.judge.event_loop import loop_thread  # imports aiohttp
+
+        return [answer.result() for answer in [loop_thread().submit(self.answer(*samples)) for samples in asked]]
+
+    async def ask_one(self, *samples: Sample) -> Answer:
+        """The answer to one question; ValueError with the reason if it has none."""
+        raise TypeError(f"{type(self).__name__} defines neither ask nor ask_one")
+
+    async def answer(self, *samples: Sample) -> Answer:
+        """`ask_one`, or why it has no answer."""
+        try:
+            for sample in samples:
+                self.check(sample)
+            return await self.ask_one(*samples)
+        except ValueError as error:
+            return Answer(None, str(error))
+
+    def tally(self, size: int, answers: Mapping[Key, Answer]) -> Tally:
+        """What the answers about a group of `size` samples are worth: by default, each is its member's value."""
+        return Tally([answers.get((member,), Answer(None, NOT_GENERATED)) for member in range(size)])
+
+    def score(self, group: Sequence[Sample], seed: int = 0) -> list[Answer]:
+        """The values of a group now; those that `check` rejects are missing. seed: of the pairs that are compared."""
+        keys = self.keys(len(group), seed)
+        answers = answers_of(self, [tuple(group[member] for member in key) for key in keys])
+        return self.tally(len(group), dict(zip(keys, answers, strict=True))).members
+
+    def close(self) -> None:
         """Release its resources."""
 
 
-class PointwiseReward(Reward):
-    """Scores samples one by one. A subclass defines `score_batch`, or `score`."""
+def answers_of(reward: Reward, asked: Sequence[Question]) -> list[Answer]:
+    """One answer per question, in order; missing, with the reason, about samples that the reward's `check` rejects.
 
-    batch_size: int = sys.maxsize
-    """Most samples of a call of `score_batch`; by default all."""
-
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample, in order; those that `check` rejects, or that fail, are missing."""
-        scores: dict[int, Score] = {}
-        able = []
-        for k, sample in enumerate(samples):
-            try:
-                self.check(sample)
-                able.append(k)
-            except ValueError as error:
-                scores[k] = Score(None, str(error))
-        for start in range(0, len(able), self.batch_size):
-            batch = able[start : start + self.batch_size]
-            scores |= zip(batch, self.score_batch([samples[k] for k in batch]), strict=True)
-        return [scores[k] for k in range(len(samples))]
-
-    def score_batch(self, samples: list[Sample]) -> Iterable[Score]:
-        """One score per sample, in order, of samples that `check` accepts."""
-        raise TypeError(f"{type(self).__name__} defines neither score_batch nor score")
-
-    def submit(self, sample: Sample) -> Future[Score]:
-        """Send one sample without waiting (streaming rewards only)."""
-        raise TypeError(f"{type(self).__name__} does not stream; use score")
+    Raises what the reward raises, and RewardError unless it returns one answer per question.
+    """
+    answers: dict[int, Answer] = {}
+    able: list[int] = []
+    for k, samples in enumerate(asked):
+        try:
+            for sample in samples:
+                reward.check(sample)
+            able.append(k)
+        except ValueError as error:
+            answers[k] = Answer(None, str(error))
+    for start in range(0, len(able), reward.batch_size):
+        batch = able[start : start + reward.batch_size]
+        found = list(reward.ask([asked[k] for k in batch]))
+        if len(found) != len(batch) or not all(isinstance(answer, Answer) for answer in found):
+            kinds = ", ".join(sorted({type(answer).__name__ for answer in found})) or "nothing"
+            got = f"expected one Answer for each of {len(batch)} questions, got {len(found)} of {kinds}"
+            raise RewardError(f"{type(reward).__name__}.ask: {got}")
+        answers |= zip(batch, found, strict=True)
+    return [answers[k] for k in range(len(asked))]
 
 
-class StreamingReward(PointwiseReward):
-    """A pointwise reward whose `submit` sends a sample without waiting."""
-
-    streams = True
-
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """Send all samples, and wait for their scores."""
-        return [answer.result() for answer in [self.submit(sample) for sample in samples]]
-
-
-def score_in_process(name: str, reward: PointwiseReward, samples: list[Sample]) -> list[Score]:
-    """The scores from one call; if it raises, from one call per sample. Those that fail are missing."""
+def answers_in_process(reward: Reward, asked: Sequence[Question]) -> list[Answer]:
+    """`answers_of` from one call; if it raises, from one call per question. Those that fail are missing."""
     try:
-        scores = reward.score(samples) if samples else []
-        if len(scores) != len(samples) or not all(isinstance(s, Score) for s in scores):
-            kinds = ", ".join(sorted({type(s).__name__ for s in scores})) or "nothing"
-            got = f"expected one Score for each of {len(samples)} samples, got {len(scores)} of {kinds}"
-            raise RewardError(f"reward '{name}': {got}")
-        return scores
-    except RewardError as error:  # it did not return a list of scores, and would not for one sample
-        return [Score(None, str(error))] * len(samples)
+        return answers_of(reward, asked)
+    except RewardError as error:  # it did not return answers, and would not for one question
+        return [Answer(None, str(error))] * len(asked)
     except Exception as error:  # noqa: BLE001  (a reward's libraries may raise anything)
-        if len(samples) == 1:
-            return [Score(None, reason_of(error))]
+        if len(asked) == 1:
+            return [Answer(None, reason_of(error))]
         traceback.print_exc()
-        return [score_in_process(name, reward, [sample])[0] for sample in samples]
+        return [answers_in_process(reward, [samples])[0] for samples in asked]
 
 
 def reason_of(error: Exception) -> str:

@@ -21,11 +21,12 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_media, library
-from prefgrpo.rewards.checkpoints import Dtype, folder_of, linear_head, loading, read_tensors
+from prefgrpo.rewards.base import INSTALL, Question, Reward, RewardError, Sample, check_media, library
 from prefgrpo.rewards.encoder import Encoder, OpenClip, Resize, Transformers, get_encoder
-from prefgrpo.rewards.grid import grid_of, split, sub_prompts
+from prefgrpo.rewards.simple import grid_of, split, sub_prompts
+from prefgrpo.rewards.weights import Dtype, folder_of, linear_head, loading, read_tensors
 
 PICKSCORE = "yuvalkirstain/PickScore_v1"
 VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -53,7 +54,7 @@ RESIZES: dict[str, Resize | None] = {"processor": None, "bilinear": bilinear, "p
 
 
 @dataclass(kw_only=True, eq=False)
-class EncoderReward(PointwiseReward):
+class EncoderReward(Reward):
     """Scores a sample from the embeddings of its images and texts.
 
     model: folder or hub id of a CLIPModel, or of an open_clip checkpoint. device: auto, cpu, cuda, cuda:1. dtype: the
@@ -87,13 +88,14 @@ class EncoderReward(PointwiseReward):
         self._inputs(sample)
 
     @torch.inference_mode()
-    def score_batch(self, samples: list[Sample]) -> list[Score]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """One score per sample; repeated images and texts are encoded once."""
+        samples = [sample for (sample,) in asked]
         inputs = [self._inputs(s) for s in samples]
         images = self.encoder.images([m for media, _ in inputs for m in media], RESIZES[self.resize])
         texts = self.encoder.texts([text for _, texts in inputs for text in texts])
         each = zip(images.split([len(m) for m, _ in inputs]), texts.split([len(t) for _, t in inputs]), strict=True)
-        return [Score(self._values(i, t).double().mean().item()).finite() for i, t in each]
+        return [Answer(self._values(i, t).double().mean().item()).finite() for i, t in each]
 
 
 @dataclass(kw_only=True, eq=False)

@@ -18,8 +18,9 @@ from PIL import Image
 from pydantic import PositiveInt
 from torch import Tensor
 
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, library
-from prefgrpo.rewards.checkpoints import AutoDtype, device_of, dtype_of, loading, source_of
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import Question, Reward, RewardError, library
+from prefgrpo.rewards.weights import AutoDtype, device_of, dtype_of, loading, source_of
 
 PUBLISHED = "zhiyuanyou/DeQA-Score-Mix3"
 LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
@@ -31,7 +32,7 @@ PLACE = -200
 
 
 @dataclass(kw_only=True, eq=False)
-class DeQA(PointwiseReward):
+class DeQA(Reward):
     """DeQA-Score's expected quality level / 5, from 0.2 to 1; the prompt is ignored.
 
     An mPLUG-Owl2 whose code is part of its checkpoint (transformers 4.36.1). Source: arXiv 2501.11561.
@@ -77,8 +78,9 @@ class DeQA(PointwiseReward):
         self.ground = tuple(int(255 * x) for x in self.processor.image_mean)
 
     @torch.inference_mode()
-    def score_batch(self, samples: list[Sample]) -> list[Score]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """Expected level / 5 of each image; parts: the expected level, 1 … 5, and the probability of each word."""
+        samples = [sample for (sample,) in asked]
         squares = [square(s.media.pil, self.ground) for s in samples]
         pixels = self.processor(squares, return_tensors="pt")["pixel_values"]
         ids = torch.tensor([self.question] * len(samples), device=self.place)
@@ -92,11 +94,11 @@ def question_ids(tokenizer: Any) -> list[int]:
     return [*before, PLACE, *after[1:]]
 
 
-def score_from_logits(logits: Tensor) -> Score:
+def score_from_logits(logits: Tensor) -> Answer:
     """The score from five logits, ordered from excellent to bad."""
     chances = dict(zip(LEVELS, torch.softmax(logits.double(), -1).tolist(), strict=True))
     level = sum(LEVELS[word] * chance for word, chance in chances.items())
-    return Score(level / 5, parts={"level": level, **chances})
+    return Answer(level / 5, parts={"level": level, **chances})
 
 
 def square(image: Image.Image, ground: tuple[int, ...]) -> Image.Image:

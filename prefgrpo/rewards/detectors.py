@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import RewardError, library
-from prefgrpo.rewards.checkpoints import device_of, frozen, loading, pretrained
+from prefgrpo.rewards.weights import device_of, frozen, loading, pretrained
 
 RENAMED = {
     "mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",
@@ -30,7 +30,7 @@ RENAMED = {
 }  # fmt: skip
 """Detectors' class names → names in GenEval's prompts."""
 QUERIES = 100
-"""Most objects per image; those with the highest scores are kept."""
+"""Maximum objects per image; those with the highest scores are kept."""
 
 
 @dataclass(frozen=True, eq=False)

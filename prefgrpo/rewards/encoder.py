@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import INSTALL, RewardError, library
-from prefgrpo.rewards.checkpoints import device_of, folder_of, frozen, loading, pretrained
+from prefgrpo.rewards.weights import device_of, folder_of, frozen, loading, pretrained
 
 CHARACTERS = 4000
 """Cut-off for texts: far more than fits into 77 tokens, but bounded."""

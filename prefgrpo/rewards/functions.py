@@ -11,25 +11,25 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from inspect import Parameter
 from numbers import Real
 from typing import Any, cast
 
-from prefgrpo.data.media import Media
-from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
-from prefgrpo.rewards.base import PointwiseReward, Reward, RewardError, Sample, Score
-from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import Question, Reward, RewardError, Sample, answers_of
+from prefgrpo.rewards.pairs import Compares
 
 Function = Callable[..., Any]
 POINTWISE, PAIRWISE = ("images", "prompts"), ("prompt", "image_a", "image_b")
 """Names of the first parameters of the two kinds of functions."""
 
 
-class FunctionReward(PointwiseReward):
+class FunctionReward(Reward):
     """A function of images and prompts."""
 
     takes = ("image", "video")
+    of_function = True
 
     def __init__(self, function: Function, **options: Any) -> None:
         """function: (images, prompts, **columns) -> a number or None per sample, see above. options: values for its
@@ -39,8 +39,9 @@ class FunctionReward(PointwiseReward):
         self.name = _name(function)
         self._any_column = any(p.kind is Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
-    def score_batch(self, samples: list[Sample]) -> list[Score]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """Call the function once. RewardError unless it returns one number or None per sample."""
+        samples = [sample for (sample,) in asked]
         columns = {key for s in samples for key in s.meta} if self._any_column else self.meta_keys
         given = {key: [s.meta.get(key) for s in samples] for key in columns if key not in (*POINTWISE, "sources")}
         if self.needs_source:
@@ -64,61 +65,49 @@ class FunctionReward(PointwiseReward):
             raise RewardError(f"{self.name} must return one value per sample: {count}, got {len(given)}")
         return [None if value is None else float(value) for value in given]
 
-    def _scored(self, value: float | None, parts: dict[str, float | None]) -> Score:
+    def _scored(self, value: float | None, parts: dict[str, float | None]) -> Answer:
         known = {name: part for name, part in parts.items() if part is not None}
-        return Score(value, f"{self.name} returned None" if value is None else "", known)
+        return Answer(value, f"{self.name} returned None" if value is None else "", known)
 
 
-class FunctionPairwise(VlmPairwise):
+class FunctionPairs(Compares):
     """The win rate under a function that compares two images."""
 
-    judged = False
+    takes = ("image", "video")
+    of_function = True
 
     def __init__(self, function: Function, **options: Any) -> None:
-        """function: (prompt, image_a, image_b) -> P(image_a is better) in [0, 1], or None. The rest as VlmPairwise."""
-        super().__init__(FunctionJudge(function), **options)
-
-
-class FunctionJudge(PairJudge):
-    """Wraps a function as a pairwise judge, run on the calling thread."""
-
-    streams = False
-    clips = True
-
-    def __init__(self, function: Function) -> None:
+        """function: (prompt, image_a, image_b) -> P(image_a is better) in [0, 1], or None. options: of Compares."""
         self.function = function
         self.name = _name(function)
+        super().__init__(**options)
 
-    def judge_group(
-        self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
-    ) -> list[Verdict]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """The function's result for each pair; missing, with a reason, if it raises or returns no probability."""
-        return [self._verdict(prompt, media[a].pixels.copy(), media[b].pixels.copy()) for a, b in pairs]
+        return [self._one(*samples) for samples in asked]
 
-    def _verdict(self, prompt: str, image_a: Any, image_b: Any) -> Verdict:
+    def _one(self, first: Sample, second: Sample) -> Answer:
         start = time.perf_counter()
         try:
-            value = self.function(prompt, image_a, image_b)
+            value = self.function(first.prompt, first.media.pixels.copy(), second.media.pixels.copy())
             if value is None:
-                return Verdict(None, f"{self.name} returned None")
+                return Answer(None, f"{self.name} returned None")
             if not _is_number(value) or not 0 <= float(value) <= 1:
                 raise ValueError(f"expected a probability in [0, 1], got {value!r:.80}")
         except Exception as error:  # noqa: BLE001  (whatever a user's function raises)
-            return Verdict(None, f"{self.name} raised {type(error).__name__}: {str(error)[:200]}")
-        return Verdict(float(value), latency_s=time.perf_counter() - start)
+            return Answer(None, f"{self.name} raised {type(error).__name__}: {str(error)[:200]}")
+        return Answer(float(value), seconds=time.perf_counter() - start)
 
 
 def failure(reward: Reward, sample: Sample) -> str:
-    """What is wrong with a function, called with this sample twice: it raises, or returns something else than one value
-    or None per sample; '' if nothing is."""
+    """What is wrong with a function, asked twice about this sample: it raises, or returns something other than one
+    value or None per question; '' if nothing is."""
+    samples = (sample, sample) if reward.compares else (sample,)
     try:
-        if not isinstance(reward, FunctionPairwise):
-            cast("PointwiseReward", reward).score([sample, sample])
-            return ""
+        reason = answers_of(reward, [samples, samples])[0].reason
     except Exception as error:  # noqa: BLE001  (whatever a user's function raises)
         return str(error) if isinstance(error, RewardError) else f"it raised {type(error).__name__}: {error}"
-    verdict = reward.judge_pairs({0: sample, 1: sample}, [(0, 1)])[0, 1]
-    return "" if verdict.reason.endswith("returned None") else verdict.reason
+    return "" if reason.endswith("returned None") else reason
 
 
 def function_class(function: Function) -> type[Reward]:
@@ -131,10 +120,10 @@ def function_class(function: Function) -> type[Reward]:
     except (TypeError, ValueError) as error:  # not a function, or a builtin
         raise RewardError(f"a reward function must have a signature: {error}") from error
     members: dict[str, Any] = {"__doc__": inspect.getdoc(function), "__module__": function.__module__}
-    kind: type[Reward] = FunctionPairwise if first == PAIRWISE[0] else FunctionReward
-    if kind is FunctionPairwise:
+    kind: type[Reward] = FunctionPairs if first == PAIRWISE[0] else FunctionReward
+    if kind is FunctionPairs:
         _parameters(function, PAIRWISE)
-        options = list(inspect.signature(VlmPairwise).parameters.values())[1:]
+        options = list(inspect.signature(Compares).parameters.values())
     else:
         own = _parameters(function, POINTWISE)
         options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own.values() if p.default is not Parameter.empty]
@@ -158,7 +147,7 @@ def _parameters(function: Function, first: tuple[str, ...]) -> dict[str, Paramet
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number, also of NumPy or torch; a text of digits is none."""
+    """Whether it is a number, also of NumPy or torch; a text of digits is not."""
     return isinstance(value.item() if getattr(value, "shape", None) == () else value, Real)
 
 

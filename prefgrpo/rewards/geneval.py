@@ -23,9 +23,10 @@ from pydantic import PositiveInt
 from torch.nn import functional
 
 from prefgrpo.config.by_path import load_object
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import encoder
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.base import Question, Reward, RewardError, Sample
 from prefgrpo.rewards.detectors import Detection, Detector
 
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
@@ -36,7 +37,7 @@ RELATIONS = ("left of", "right of", "above", "below")
 THRESHOLD = 0.3
 COUNTING_THRESHOLD = 0.9
 MOST = 16
-"""Most detections per class."""
+"""Maximum detections per class."""
 MARGIN = 0.1
 """Margin between objects as a fraction of their widths and heights."""
 Objects = Mapping[str, Sequence[Detection]]
@@ -44,7 +45,7 @@ Colours = Callable[[str], list[str]]
 
 
 @dataclass(kw_only=True, eq=False)
-class GenEval(PointwiseReward):
+class GenEval(Reward):
     """GenEval's objects, counts, colours and places.
 
     The soft score of Flow-GRPO's server is at most 1, and negative for surplus objects; `correct` is GenEval's own
@@ -84,17 +85,18 @@ class GenEval(PointwiseReward):
         super().check(sample)
         check_columns(sample.meta, self.detect.names)
 
-    def score_batch(self, samples: list[Sample]) -> list[Score]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """The value of each image; parts: soft, correct, and the last again under the sample's tag."""
+        samples = [sample for (sample,) in asked]
         detections = self.detect([s.media for s in samples])
         return [self._score(s, things) for s, things in zip(samples, detections, strict=True)]
 
-    def _score(self, sample: Sample, detections: Sequence[Detection]) -> Score:
+    def _score(self, sample: Sample, detections: Sequence[Detection]) -> Answer:
         objects = filter_detections(detections, counting=sample.meta["tag"] == "counting")
         colours = cache(lambda name: self.colours(sample.media, name, objects[name]))
         soft, correct = score_objects(objects, sample.meta, colours)
         parts = {"soft": soft, "correct": float(correct)}
-        return Score(parts[self.value], parts=parts | {f"correct/{sample.meta['tag']}": float(correct)})
+        return Answer(parts[self.value], parts=parts | {f"correct/{sample.meta['tag']}": float(correct)})
 
     def colours(self, media: Media, name: str, objects: Sequence[Detection]) -> list[str]:
         """The colour of each of these objects of class `name`."""

@@ -17,8 +17,10 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, Sample, Score, library
-from prefgrpo.rewards.checkpoints import (
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import INSTALL, Question, Reward, library
+from prefgrpo.rewards.encoder import clean
+from prefgrpo.rewards.weights import (
     build_model,
     device_of,
     folder_of,
@@ -27,13 +29,12 @@ from prefgrpo.rewards.checkpoints import (
     pretrained,
     read_tensors,
 )
-from prefgrpo.rewards.encoder import clean
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 CENTRE, SCALE = 0.16717362830052426, 1.0333394966054072
 LENGTH = 35
-"""Most tokens of a prompt, including [CLS] and [SEP]; longer prompts are truncated."""
+"""Maximum tokens of a prompt, including [CLS] and [SEP]; longer prompts are truncated."""
 NAMES = (
     (r"^cls_token$", "embeddings.class_embedding"), (r"^pos_embed$", "embeddings.position_embedding"),
     (r"^patch_embed\.proj", "embeddings.patch_embedding"), (r"^blocks", "encoder.layers"), (r"^norm", "post_layernorm"),
@@ -43,7 +44,7 @@ NAMES = (
 
 
 @dataclass(kw_only=True, eq=False)
-class ImageReward(PointwiseReward):
+class ImageReward(Reward):
     """ImageReward's score, about −2 … 2, in float32.
 
     BLIP with a linear head. Source: arXiv 2304.05977.
@@ -77,8 +78,9 @@ class ImageReward(PointwiseReward):
         ])  # fmt: skip
 
     @torch.inference_mode()
-    def score_batch(self, samples: list[Sample]) -> list[Score]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """The score of each image for its prompt."""
+        samples = [sample for (sample,) in asked]
         fixed = {"padding": "max_length", "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
         words = self.tokenize([clean(s.prompt) for s in samples], **fixed).to(self.place)
         pixels = torch.stack([self.preprocess(s.media.pil) for s in samples]).to(self.place)
@@ -86,7 +88,7 @@ class ImageReward(PointwiseReward):
         hidden = self.text(
             input_ids=words["input_ids"], attention_mask=words["attention_mask"], encoder_hidden_states=seen
         ).last_hidden_state
-        return [Score(v) for v in ((self.mlp(hidden[:, 0].float()) - CENTRE) / SCALE)[:, 0].tolist()]
+        return [Answer(v) for v in ((self.mlp(hidden[:, 0].float()) - CENTRE) / SCALE)[:, 0].tolist()]
 
 
 def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

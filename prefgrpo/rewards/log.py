@@ -1,4 +1,5 @@
-"""The judgement log: one JSON line per comparison, without pixels, in a file per process.
+"""What is recorded of a step's comparisons: judge/… metrics, and the log with a JSON line per comparison, without
+pixels, in a file per process.
 
 Invariant: every comparison of a step is logged once; a run that repeats steps first removes their old lines.
 """
@@ -7,14 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from prefgrpo.judge.verdict import Pair, Verdict
+import numpy as np
+
+from prefgrpo.data.answer import Answer
+from prefgrpo.data.metric import Metric
+from prefgrpo.rewards.base import Key
 
 _HEAD = 500
 _TAIL = 1500
-"""Characters of an answer that are kept; a verdict stands at its end."""
+"""Characters of an answer that are kept; the verdict is at its end."""
 
 
 def head_and_tail(text: str) -> str:
@@ -22,21 +27,21 @@ def head_and_tail(text: str) -> str:
     return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} […] {text[-_TAIL:]}"
 
 
-def log_judgements(
-    path: Path, reward: str, step: int, group: int, prompt: str, verdicts: Mapping[Pair, Verdict]
-) -> None:
+def log_judgements(path: Path, reward: str, step: int, group: int, prompt: str, answers: Mapping[Key, Answer]) -> None:
     """One line per comparison of a group in step `step`, from 1: members, P(first) or why it is missing, answer, …"""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for (first, second), v in verdicts.items():
+        for (first, second), answer in answers.items():
             line = {"step": step, "reward": reward, "group": group, "first": first, "second": second}
-            line |= {"p_first": v.first, "reason": v.reason, "latency_s": round(v.latency_s, 6), "retries": v.retries}
-            line |= {"parts": v.parts, "raw": head_and_tail(v.raw), "prompt": prompt[:2000]}
+            line |= {"p_first": answer.value, "reason": answer.reason}
+            line |= {"latency_s": round(answer.seconds, 6), "retries": answer.retries}
+            line |= {"parts": answer.parts, "raw": head_and_tail(answer.raw), "prompt": prompt[:2000]}
             file.write(json.dumps(line) + "\n")  # ASCII: some readers treat U+2028 as a line break
 
 
 def truncate_log(path: Path, step: int) -> None:
-    """Remove the lines of steps after `step`, which will be judged again, and lines that a dying node left broken."""
+    """Remove the lines of steps after `step`, which will be judged again, and lines that a dying node left
+    incomplete."""
     if not path.is_file():
         return
     kept = path.with_name(f".{path.name}")
@@ -46,3 +51,33 @@ def truncate_log(path: Path, step: int) -> None:
             if written and int(written[1]) <= step and line.endswith("}\n"):
                 new.write(line)
     kept.replace(path)
+
+
+def judge_metrics(groups: Sequence[Mapping[Key, Answer]]) -> dict[str, float]:
+    """judge/… metrics of a step from the answers about all planned pairs of all groups."""
+    every = [v for group in groups for v in group.values()]
+    p = np.array([v.value for v in every if v.value is not None])
+    metrics: dict[str, float] = {
+        "judge/requests": Metric(len(every), "sum"),
+        "judge/retries": Metric(sum(v.retries for v in every), "sum", timed=True),
+        "judge/failures": Metric(len(every) - len(p), "sum"),
+    }
+    if every:
+        unread = [v.value is None and bool(v.raw) for v in every]
+        metrics["judge/parse_failure_rate"] = Metric(float(np.mean(unread)), weight=len(unread))
+        metrics["judge/thinking_rate"] = Metric(float(np.mean(["</think" in v.raw for v in every])), weight=len(every))
+    if len(p):
+        signs = np.sign(p - 0.5)
+        metrics["judge/tie_rate"] = Metric(float(np.mean(signs == 0)), weight=len(signs))
+        metrics["judge/position_bias"] = Metric(float(np.mean((signs + 1) / 2)), weight=len(signs))
+    contradicts = [c for group in groups for c in _contradictions(group)]
+    if contradicts:
+        metrics["judge/order_inconsistency"] = Metric(float(np.mean(contradicts)), weight=len(contradicts))
+    return metrics
+
+
+def _contradictions(group: Mapping[Key, Answer]) -> list[bool]:
+    """For each pair judged in both orders: whether the two orders give different winners."""
+    answers = {pair: v.value for pair, v in group.items() if v.value is not None}
+    both = [(p, answers[j, i]) for (i, j), p in answers.items() if i < j and (j, i) in answers]
+    return [bool(np.sign(p - 0.5) != np.sign(0.5 - swapped)) for p, swapped in both]

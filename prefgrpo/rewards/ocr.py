@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import PositiveInt
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_aspect_ratio, library
+from prefgrpo.rewards.base import INSTALL, Question, Reward, RewardError, Sample, check_aspect_ratio, library
 
 COLUMN = "ocr_text"
 """Column with the target text or a list of texts, for prompts that do not quote it clearly."""
@@ -92,7 +93,7 @@ def similarity(wanted: list[str], text: str, distance: Distance) -> float:
 
 
 @dataclass(kw_only=True, eq=False)
-class Ocr(PointwiseReward):
+class Ocr(Reward):
     """How much of the quoted text can be read in the image, 0 to 1. Part `exact`: 1 if exactly the targets are read.
 
     1 − Levenshtein distance to the text / its length; 1 if the image contains every text (Flow-GRPO, arXiv 2505.05470).
@@ -121,9 +122,9 @@ class Ocr(PointwiseReward):
         self._local.read = self._make()
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="ocr")
 
-    def score_batch(self, samples: list[Sample]) -> Iterable[Score]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """One score per sample; missing if the prompt quotes nothing or reading failed."""
-        return self._threads.map(self._one, samples)
+        return list(self._threads.map(self._one, [sample for (sample,) in asked]))
 
     def check(self, sample: Sample) -> None:
         """Also rejects prompts without target text, and very long strips, which engines would enlarge without limit."""
@@ -135,17 +136,17 @@ class Ocr(PointwiseReward):
         """Stop the threads."""
         self._threads.shutdown()
 
-    def _one(self, sample: Sample) -> Score:
+    def _one(self, sample: Sample) -> Answer:
         try:
             return self._value(sample.media, targets(sample))
         except Exception as error:  # noqa: BLE001  (the engines raise whatever cv2 and onnxruntime raise)
-            return Score(None, f"reading the image failed ({type(error).__name__}: {error})")
+            return Answer(None, f"reading the image failed ({type(error).__name__}: {error})")
 
-    def _value(self, media: Media, wanted: list[str]) -> Score:
+    def _value(self, media: Media, wanted: list[str]) -> Answer:
         text = self._text(media)
         closeness = similarity(wanted, text, self._distance)
         contained = all(target in text for target in wanted)
-        return Score(1.0 if contained else closeness, parts={"exact": float(closeness == 1.0)})
+        return Answer(1.0 if contained else closeness, parts={"exact": float(closeness == 1.0)})
 
     def _text(self, image: Media) -> str:
         """The text read by this thread's engine."""
@@ -162,10 +163,10 @@ class VideoOcr(Ocr):
 
     takes = ("video",)
 
-    def _value(self, media: Media, wanted: list[str]) -> Score:
+    def _value(self, media: Media, wanted: list[str]) -> Answer:
         values = [similarity(wanted, self._text(frame), self._distance) for frame in media.frames()[::EVERY]]
         shown = [v for v in values if v > 0]
-        return Score(sum(shown) / len(shown) if shown else 0.0, parts={"frames_shown": len(shown) / len(values)})
+        return Answer(sum(shown) / len(shown) if shown else 0.0, parts={"frames_shown": len(shown) / len(values)})
 
 
 def _rapidocr(_: str = "", detect: bool = True) -> Read:
@@ -173,7 +174,7 @@ def _rapidocr(_: str = "", detect: bool = True) -> Read:
     library("onnxruntime", INSTALL)
     threads = "EngineConfig.onnxruntime"  # it runs on the calling thread only
     params: dict[str, Any] = {f"{threads}.intra_op_num_threads": 1, f"{threads}.inter_op_num_threads": 1}
-    # use_cls turns lines by 180°: text that stands on its head would be read as if it did not
+    # use_cls turns lines by 180°: upside-down text would be read as if it were upright
     params |= {"Global.log_level": "error", "Global.use_cls": False}
     steps = {}
     if not detect:

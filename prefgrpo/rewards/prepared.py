@@ -1,4 +1,4 @@
-"""Options of every pointwise reward that preprocess its images, source images and frames, as published code does.
+"""Options of every reward that preprocess its images, source images and frames, as published code does.
 
     size: N    resize to N × N, bicubic, ignoring the aspect ratio        jpeg: Q    then compress as JPEG, quality Q
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from typing import Annotated
@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import PointwiseReward, Reward, Sample, Score, check_media
+from prefgrpo.rewards.base import Question, Reward, Sample, answers_of, check_media
 
 _cache: WeakKeyDictionary[Media, dict[tuple[int, int, int | None], Media]] = WeakKeyDictionary()
 
@@ -33,12 +34,12 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, "prepare")
 
 
-class PreprocessedReward(PointwiseReward):
+class PreprocessedReward(Reward):
     """Wraps a reward; resizes and compresses its images first."""
 
     def __init__(
         self,
-        make: Callable[[], PointwiseReward],
+        make: Callable[[], Reward],
         size: Annotated[int, Field(ge=0)] = 0,
         jpeg: Annotated[int, Field(ge=0, le=100)] = 0,
     ) -> None:
@@ -46,29 +47,25 @@ class PreprocessedReward(PointwiseReward):
         self.size = size
         self.jpeg = jpeg
         self.reward = make()
-        for name in (*Reward.__annotations__, "close"):
+        for name in (*Reward.__annotations__, "keys", "tally", "close"):
             setattr(self, name, getattr(self.reward, name))
 
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """The reward's scores of the processed samples."""
-        return self.reward.score([self._preprocess(s) for s in samples])
+    def ask(self, asked: list[Question]) -> list[Answer]:
+        """The reward's answers about the processed samples."""
+        return answers_of(self.reward, [tuple(map(self._preprocess, samples)) for samples in asked])
 
-    def submit(self, sample: Sample) -> Future[Score]:
-        """Process a sample in a worker thread and send it; does not wait."""
-        from prefgrpo.judge.event_loop import loop_thread  # imports aiohttp
-
-        return loop_thread().submit(self._send(sample))
-
-    async def _send(self, sample: Sample) -> Score:
-        processed = await asyncio.get_running_loop().run_in_executor(_threads(), self._preprocess, sample)
-        return await asyncio.wrap_future(self.reward.submit(processed))
+    async def ask_one(self, *samples: Sample) -> Answer:
+        """The reward's answer about the samples, which are processed in a worker thread."""
+        loop = asyncio.get_running_loop()
+        processed = [await loop.run_in_executor(_threads(), self._preprocess, sample) for sample in samples]
+        return await self.reward.answer(*processed)
 
     def _preprocess(self, sample: Sample) -> Sample:
         return replace(sample, media=self._media(sample.media), source=tuple(map(self._media, sample.source)))
 
     def _media(self, media: Media) -> Media:
-        """The processed medium, of a clip the frames that the reward looks at; an invalid one is returned unchanged, so
-        that the reward rejects it."""
+        """The processed medium (for a clip, the frames that the reward looks at); an invalid one is returned unchanged,
+        so that the reward rejects it."""
         try:
             check_media(media)
         except ValueError:

@@ -28,9 +28,10 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.judge.published import published_texts
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_aspect_ratio, library
-from prefgrpo.rewards.checkpoints import (
+from prefgrpo.rewards.base import INSTALL, Question, Reward, RewardError, Sample, check_aspect_ratio, library
+from prefgrpo.rewards.weights import (
     AutoDtype,
     build_model,
     device_of,
@@ -44,7 +45,7 @@ from prefgrpo.rewards.checkpoints import (
 )
 
 LONGEST = 20_000
-"""Most characters of a prompt: far more than in training, but bounded."""
+"""Maximum characters of a prompt: far more than in training, but bounded."""
 FACTOR = 28
 """Image sides are resized to multiples of this: patch size 14 × 2 merged patches."""
 PIXELS = 256 * 28 * 28
@@ -69,7 +70,7 @@ def chat(vision: str, count: int, text: str) -> str:
 
 
 @dataclass(kw_only=True, eq=False)
-class QwenReward(PointwiseReward):
+class QwenReward(Reward):
     """device: auto, cpu, cuda, cuda:1. dtype: auto is bfloat16 on GPUs, else float32. batch_size: samples per call."""
 
     model: str
@@ -123,7 +124,7 @@ class QwenReward(PointwiseReward):
         """The model's input for a sample: uint8 [F, 3, H, W], H and W multiples of 28."""
 
     @abstractmethod
-    def _scored(self, rows: NDArray[np.float64]) -> Score:
+    def _scored(self, rows: NDArray[np.float64]) -> Answer:
         """The score from outputs [reward tokens, head outputs]."""
 
     def _training_text(self) -> str:
@@ -152,8 +153,9 @@ class QwenReward(PointwiseReward):
         if held := [token for token in self.tokenizer.get_added_vocab() if token in sample.prompt]:
             raise ValueError(f"the prompt contains the model's special token {max(held, key=len)}")
 
-    def score_batch(self, samples: list[Sample]) -> list[Score]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """One score per sample."""
+        samples = [sample for (sample,) in asked]
         turns = [(self._frames(s), self.text.replace("{text_prompt}", s.prompt)) for s in samples]
         return [self._scored(rows) for rows in self.outputs(turns)]
 
@@ -205,9 +207,9 @@ class HPSv3(QwenReward):
         high, wide = fit(image.height, image.width, PIXELS, PIXELS)
         return torch.from_numpy(np.array(image.resize((wide, high)))).permute(2, 0, 1)[None]
 
-    def _scored(self, rows: NDArray[np.float64]) -> Score:
+    def _scored(self, rows: NDArray[np.float64]) -> Answer:
         mu, sigma = rows[0].tolist()
-        return Score(mu, parts={"sigma": sigma})
+        return Answer(mu, parts={"sigma": sigma})
 
 
 @dataclass(kw_only=True, eq=False)
@@ -256,13 +258,13 @@ class VideoAlign(QwenReward):
         if len(sample.media.pixels) < 2:
             raise ValueError("videoalign scores clips of 2 frames or more, got 1")
 
-    def _scored(self, rows: NDArray[np.float64]) -> Score:
+    def _scored(self, rows: NDArray[np.float64]) -> Answer:
         raw = np.diagonal(rows) if rows.shape[1] == len(PARTS) else rows[:, 0]
         parts: dict[str, float] = {
             part: (x - self.norms[f"{part}_mean"]) / self.norms[f"{part}_std"]
             for part, x in zip(PARTS, raw.tolist(), strict=True)
         }
-        return Score(sum(parts[name] for name in self.dimensions), parts=parts)
+        return Answer(sum(parts[name] for name in self.dimensions), parts=parts)
 
     def _frames(self, sample: Sample) -> Tensor:
         pixels = sample.media.pixels

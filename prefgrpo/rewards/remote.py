@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import time
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aiohttp
 from pydantic import PositiveFloat, PositiveInt
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.judge.event_loop import loop_thread
-from prefgrpo.judge.http import Endpoint, Failure, HttpPool, Starting, describe_error
+from prefgrpo.judge.http import Endpoint, Failure, HttpPool, JudgeError, Starting, describe_error
 from prefgrpo.judge.request import EncodeError, Encodings, png
-from prefgrpo.judge.verdict import JudgeError
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, StreamingReward
+from prefgrpo.rewards.base import Question, Reward, RewardError, Sample
 
 _LARGEST_WEBP = 16383
 _BOUNDARY = secrets.token_hex(16).encode()
@@ -30,23 +30,25 @@ CONTENT_TYPE = f"multipart/form-data; boundary={_BOUNDARY.decode()}"
 
 
 @dataclass(eq=False)
-class RemoteReward(StreamingReward):
-    """Any pointwise reward behind HTTP. RewardError if no server of `url` scores `name`; one that does not listen yet
-    is waited for, at most `patience_s`.
+class RemoteReward(Reward):
+    """Any reward behind HTTP: the server answers, keys and tally are the client's. RewardError if no server of `url`
+    scores `name`; one that does not listen yet is waited for, at most `patience_s`.
 
     name, cls: registry name or path under which it is served, and its class. url: address of the server, or of several
     equivalent ones. timeout_s: timeout of one request, including the wait for its batch. patience_s: how long samples
-    wait while no server is reachable. concurrency: most requests in flight per server. api_key_env: environment
+    wait while no server is reachable. concurrency: maximum requests in flight per server. api_key_env: environment
     variable with the API key for a proxy.
     """
 
     name: str
-    cls: type[PointwiseReward]
+    cls: type[Reward]
     url: str | Sequence[str]
     timeout_s: PositiveFloat = 120.0
     patience_s: PositiveFloat = 180.0
     concurrency: PositiveInt = 64
     api_key_env: str = ""
+
+    streams = True
 
     def __post_init__(self) -> None:
         self.takes = self.cls.takes
@@ -65,7 +67,7 @@ class RemoteReward(StreamingReward):
         except JudgeError as error:
             raise RewardError(f"url of reward '{self.name}': {error}") from error
         self._encodings = Encodings(encode_frames)
-        self.frames = None  # until the server tells
+        self.frames = None  # until the server reports it
         said = self._pool.until_usable(self.patience_s, lambda line: print(f"reward '{self.name}': {line}", flush=True))
         problems = loop_thread().submit(said).result()
         bad = [f"{e.url}: {problem}" for e, problem in zip(self._pool.endpoints, problems, strict=True) if problem]
@@ -73,23 +75,23 @@ class RemoteReward(StreamingReward):
             raise RewardError(f"reward '{self.name}' cannot be used. " + " | ".join(bad))
         if bad:
             warnings.warn(f"reward '{self.name}': servers not used for now: " + " | ".join(bad), stacklevel=3)
+        super().__post_init__()
 
-    def submit(self, sample: Sample) -> Future[Score]:
-        """Send one sample; the future always ends with a Score unless it is cancelled."""
-        return loop_thread().submit(self._ask(sample))
-
-    async def _ask(self, sample: Sample) -> Score:
+    async def ask_one(self, *samples: Sample) -> Answer:
+        """Send one question."""
+        media = [*(sample.media for sample in samples), *samples[0].source]
         try:
-            files = [await self._encodings.get(m, self.frames) for m in (sample.media, *sample.source)]
-            body = request_body(self.name, sample, files)
+            files = [await self._encodings.get(medium, self.frames) for medium in media]
+            body = request_body(self.name, samples, files)
 
-            async def attempt(endpoint: Endpoint) -> Score:
-                return read_score(endpoint.url, await endpoint.post("/score", body, self.timeout_s))
+            async def attempt(endpoint: Endpoint) -> Answer:
+                return read_answer(endpoint.url, await endpoint.post("/score", body, self.timeout_s))
 
-            score, _ = await self._pool.send(attempt)
-            return score
+            start = time.monotonic()
+            answer, retries = await self._pool.send(attempt)
+            return replace(answer, seconds=time.monotonic() - start, retries=retries)
         except (EncodeError, Failure) as error:
-            return Score(None, str(error))
+            return Answer(None, str(error))
 
     async def _problem(self, endpoint: Endpoint) -> str:
         """Why a server cannot be used; '' if it can."""
@@ -113,24 +115,28 @@ def encode_frames(media: Media, most: int | None = None) -> list[bytes]:
     return [frame.webp if max(frame.pixels.shape) <= _LARGEST_WEBP else png(frame) for frame in media.frames(most)]
 
 
-def request_body(name: str, sample: Sample, files: Sequence[Sequence[bytes]]) -> bytes:
-    """Body of POST /score. files: the encoded frames of the medium and of each source image."""
-    media = (sample.media, *sample.source)
+def request_body(name: str, samples: Question, files: Sequence[Sequence[bytes]]) -> bytes:
+    """Body of POST /score. files: the encoded frames of each sample's medium, and of each source image."""
+    first = samples[0]
+    media = [*(sample.media for sample in samples), *first.source]
     frames = [len(of_medium) if m.clip else 0 for m, of_medium in zip(media, files, strict=True)]
-    fields: dict[str, object] = {"reward": name, "prompt": sample.prompt, "meta": sample.meta, "frames": frames}
-    if sample.media.clip and frames[0] == len(sample.media.pixels):
-        fields["frame_rate"] = sample.media.frame_rate
+    fields: dict[str, object] = {"reward": name, "prompt": first.prompt, "meta": first.meta, "frames": frames}
+    if len(samples) > 1:
+        fields["samples"] = len(samples)
+    if first.media.clip and frames[0] == len(first.media.pixels):
+        fields["frame_rate"] = first.media.frame_rate
     parts = [(b'name="sample"', json.dumps(fields, default=str).encode())]
     parts += [(b'name="frame"; filename="frame"', file) for of_medium in files for file in of_medium]
     head = b"--%s\r\nContent-Disposition: form-data; " % _BOUNDARY
     return b"".join(b"%s%s\r\n\r\n%s\r\n" % (head, *part) for part in parts) + b"--%s--\r\n" % _BOUNDARY
 
 
-def read_score(url: str, payload: bytes) -> Score:
-    """The score in a server's reply; a non-finite value is missing. Raises ValueError if it is not readable."""
+def read_answer(url: str, payload: bytes) -> Answer:
+    """The answer in a server's reply; a non-finite value is missing. Raises ValueError if it is not readable."""
     try:
         row = json.loads(payload)
         parts = {name: math.nan if part is None else float(part) for name, part in row.get("parts", {}).items()}
-        return Score(None if row["value"] is None else float(row["value"]), str(row.get("reason", "")), parts).finite()
+        value = None if row["value"] is None else float(row["value"])
+        return Answer(value, str(row.get("reason", "")), parts, str(row.get("raw", ""))).finite()
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"{url} sent no readable score ({type(error).__name__}: {error}): {payload[:60]!r}") from error

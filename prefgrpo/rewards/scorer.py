@@ -1,16 +1,15 @@
 """Scores a step's groups while they are being generated.
 
-A streaming reward gets a sample at once (a judge gets a pair as soon as both its members exist); an in-process reward
-is called on a thread of the scorer as soon as whole groups exist. `finish` waits for the in-process rewards, then for
-answers until the deadline. Invariants: values depend only on (seed, step, group, samples), not on the order of arrival;
-a metric without data is left out, never 0.
+A streaming reward is asked as soon as the samples of a question exist; an in-process reward is called on a thread of
+the scorer as soon as whole groups exist. `finish` waits for the in-process rewards, then for answers until the
+deadline. Invariants: values depend only on (seed, step, group, samples), not on the order of arrival; a metric without
+data is left out, never 0.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -18,26 +17,22 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.metric import Metric
-from prefgrpo.judge.verdict import Pair, Verdict
-from prefgrpo.rewards.base import PointwiseReward, Reward, Sample, Score, reason_of, score_in_process
-from prefgrpo.rewards.log import log_judgements
-from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.rewards.base import NOT_GENERATED, Key, Question, Reward, Sample, Tally, answers_in_process, reason_of
+from prefgrpo.rewards.log import judge_metrics, log_judgements
+from prefgrpo.rewards.pairs import Plan, rounded
 
 AT_ONCE = 16
-"""Samples that an in-process pointwise reward scores in one call: as many whole groups as make so many, or one."""
+"""Samples that an in-process reward scores in one call: as many whole groups as fit, at least one."""
 DEADLINE_PASSED = "no answer before the step's deadline; the server hangs, or deadline_s is too short"
-NOT_GENERATED = "the sample was not generated"
-Key = tuple[int, ...]
-"""(group, member) of a sample, or (group, first, second) of a pair."""
-Result = TypeVar("Result", Score, Verdict)
 
 
 @dataclass
@@ -48,16 +43,16 @@ class StepScores:
     """Group → member → sample."""
     values: dict[str, NDArray[np.float64]]
     """[n_groups, G]; NaN = missing."""
-    scores: dict[str, list[list[Score]]]
-    """The scores of each group's members, with sub-scores and reasons."""
-    verdicts: dict[str, list[dict[Pair, Verdict]]]
-    """Pairwise rewards only: the verdicts on each group's pairs."""
-    games: dict[str, NDArray[np.float64]]
-    """Pairwise rewards only: [n_groups, 2, G, G] sums and numbers of the verdicts that row beats column."""
+    scores: dict[str, list[list[Answer]]]
+    """The values of each group's members, with sub-scores and reasons."""
+    answers: dict[str, list[dict[Key, Answer]]]
+    """Rewards that compare only: the answers about each group's pairs."""
+    comparisons: dict[str, NDArray[np.float64]]
+    """Rewards that compare only: [n_groups, 2, G, G] sums and numbers of the answers that row beats column."""
     metrics: dict[str, float]
     """judge/… and reward/… metrics of this step."""
     reasons: dict[str, int]
-    """'REWARD: reason' → number of comparisons without a verdict, or of values missing for another reason."""
+    """'REWARD: reason' → number of comparisons without an answer, or of values missing for another reason."""
 
 
 @dataclass
@@ -67,15 +62,20 @@ class _Step:
     number: int
     samples: dict[int, dict[int, Sample]]
     """Group → member → added sample."""
-    pairs: dict[str, dict[int, list[Pair]]]
-    """Pairwise reward → group → its planned pairs."""
-    answers: dict[str, dict[Key, Future[Any]]] = field(default_factory=lambda: defaultdict(dict))
-    """Reward → sample or pair → its result; in process: the results by key of all samples or pairs of that call."""
+    keys: dict[str, dict[int, list[Key]]]
+    """Reward → group → what is asked about it."""
+    answers: dict[str, dict[tuple[int, Key], Future[Any]]] = field(default_factory=lambda: defaultdict(dict))
+    """Reward → (group, key) → its answer; in process: the answers of that call by (group, key)."""
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Reward → duration of each request or call that was not cancelled."""
 
-    def expect(self, name: str, keys: Sequence[Key], answer: Future[Any]) -> None:
-        """Record that a reward answers for these samples or pairs."""
+    def question(self, group: int, key: Key) -> Question | None:
+        """The samples, if they exist."""
+        members = self.samples[group]
+        return tuple(members[member] for member in key) if all(member in members for member in key) else None
+
+    def expect(self, name: str, keys: Sequence[tuple[int, Key]], answer: Future[Any]) -> None:
+        """Record that a reward answers these questions."""
         sent = time.monotonic()
         seconds = self.seconds[name]
 
@@ -86,20 +86,20 @@ class _Step:
         answer.add_done_callback(note)
         self.answers[name].update(dict.fromkeys(keys, answer))
 
-    def result(self, name: str, key: Key, deadline: float | None, kind: type[Result], absent: str) -> Result:
-        """The score or verdict; missing, with the reason, if it is `absent`, late, or its reward raised."""
-        if key not in self.answers[name]:
-            return kind(None, absent)
-        answer = self.answers[name][key]
+    def answer(self, name: str, group: int, key: Key, deadline: float | None) -> Answer:
+        """A finite answer; missing, with the reason, if a sample does not exist, it is late, or its reward raised."""
+        if (group, key) not in self.answers[name]:
+            return Answer(None, NOT_GENERATED)
+        awaited = self.answers[name][group, key]
         try:
-            found = answer.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            found = awaited.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         except (FutureTimeout, CancelledError):
-            answer.cancel()
-            return kind(None, DEADLINE_PASSED)
+            awaited.cancel()
+            return Answer(None, DEADLINE_PASSED)
         except Exception as error:  # noqa: BLE001  (a reward's libraries may raise anything)
-            return kind(None, reason_of(error))
-        result: Result = found[key] if isinstance(found, dict) else found
-        return result
+            return Answer(None, reason_of(error))
+        answer: Answer = found[group, key] if isinstance(found, dict) else found
+        return answer.finite()
 
     def cancel(self) -> None:
         """Cancel all unanswered requests."""
@@ -118,20 +118,21 @@ class Scorer:
         seed: int = 0,
         log_path: str | Path | None = None,
         active: bool = True,
+        plan: Plan | None = None,
     ) -> None:
-        """deadline_s: longest that `finish` waits for judges; none: the rewards' longest answer timeout, at least the
-        default of judge.deadline_s. log_path: JSONL file for all comparisons. active: False in a process whose samples
-        are scored by another one. Raises ValueError if a pair plan does not fit the group size.
+        """deadline_s: how long `finish` waits for judges at most; none: the rewards' longest answer timeout, at least
+        the default of judge.deadline_s. log_path: JSONL file for all comparisons. active: False in a process whose
+        samples are scored by another one. plan: of an evaluation: which pairs are compared, instead of the rewards' own
+        plans; judges' answers then count as won, tied or lost. Raises ValueError if a plan does not fit the group size.
         """
-        self.pairwise = {name: reward for name, reward in rewards.items() if isinstance(reward, VlmPairwise)}
-        if group_size < 2 and self.pairwise:
-            raise ValueError(f"pairwise rewards need groups of at least 2 samples, got group_size={group_size}")
-        for reward in self.pairwise.values():
-            reward.plan_pairs(group_size, 0)
         if deadline_s is None:
             deadline_s = max([JudgeConfig.deadline_s, *(reward.answer_s for reward in rewards.values())])
         self.rewards = rewards
         self.group_size = group_size
+        self.plan = plan
+        for name in rewards:
+            if not self._keys(name, 0):
+                raise ValueError(f"pairwise rewards need groups of at least 2 samples, got group_size={group_size}")
         self.deadline_s = deadline_s
         self.seed = seed
         self.active = active
@@ -147,11 +148,8 @@ class Scorer:
             self.cancel()
         if torch.cuda.is_initialized():
             self._device = torch.cuda.current_device()
-        pairs = {
-            name: {group: reward.plan_pairs(self.group_size, self._seed(step, group)) for group in groups}
-            for name, reward in self.pairwise.items()
-        }
-        self._open_steps.append(_Step(step, {group: {} for group in groups}, pairs))
+        keys = {name: {group: self._keys(name, self._seed(step, group)) for group in groups} for name in self.rewards}
+        self._open_steps.append(_Step(step, {group: {} for group in groups}, keys))
 
     def add(self, group: int, member: int, sample: Sample) -> None:
         """Hand over a sample as member 0 … G − 1 of a group, from any thread; does not block."""
@@ -178,9 +176,9 @@ class Scorer:
     def finish(self, progress: Callable[[int], object] = lambda n: None) -> StepScores:
         """Scores of the earliest unfinished step. progress: called with 1 per group scored by a judge or server."""
         step = self._open_steps[0]  # which `cancel` ends if this is interrupted
-        scores: dict[str, list[list[Score]]] = {name: [] for name in self.rewards}
-        verdicts: dict[str, list[dict[Pair, Verdict]]] = {name: [] for name in self.pairwise}
-        tables: dict[str, list[NDArray[np.float64]]] = {name: [] for name in self.pairwise}
+        scores: dict[str, list[list[Answer]]] = {name: [] for name in self.rewards}
+        answers: dict[str, list[dict[Key, Answer]]] = {n: [] for n, reward in self.rewards.items() if reward.compares}
+        tables: dict[str, list[NDArray[np.float64]]] = {name: [] for name in answers}
         deadline = None  # work in this process has none
         started = time.monotonic()
         for name in sorted(self.rewards, key=lambda name: self.rewards[name].streams):
@@ -189,20 +187,16 @@ class Scorer:
                 deadline = started + self.deadline_s
             elif self.active and not self.rewards[name].streams:
                 for call in self._calls(step, name):
-                    if not any(key[0] == call[0] for key in step.answers[name]):  # some member was never generated
+                    if not any(group == call[0] for group, _ in step.answers[name]):  # some member was never generated
                         self._start(step, name, call)
             for group in step.samples:
-                if name in self.pairwise:
-                    pairs = step.pairs[name][group] if self.active else []
-                    absent = "one image of the pair was not generated"
-                    found = {p: step.result(name, (group, *p), deadline, Verdict, absent) for p in pairs}
-                    of_group, wins, counts = self.pairwise[name].tally(self.group_size, found)
-                    verdicts[name].append(found)
-                    tables[name].append(np.stack([wins, counts]))
-                else:
-                    keys = [(group, member) for member in range(self.group_size)]
-                    of_group = [step.result(name, key, deadline, Score, NOT_GENERATED) for key in keys]
-                scores[name].append([score.finite() for score in of_group])
+                keys = step.keys[name][group] if self.active else []
+                found = {key: step.answer(name, group, key, deadline) for key in keys}
+                tally = self._tally(name, found)
+                scores[name].append(tally.members)
+                if tally.comparisons is not None:
+                    answers[name].append(found)
+                    tables[name].append(tally.comparisons)
                 if deadline is not None:
                     progress(1)
         wait_s = 0.0 if deadline is None else time.monotonic() - started
@@ -210,10 +204,10 @@ class Scorer:
         values = {n: np.array([[s.value for s in row] for row in rows], np.float64) for n, rows in scores.items()}
         values = {name: table.reshape(-1, self.group_size) for name, table in values.items()}  # None: NaN
         shape = (-1, 2, self.group_size, self.group_size)
-        games = {name: np.array(rows, np.float64).reshape(shape) for name, rows in tables.items()}
-        metrics = self._metrics(step, values, verdicts, wait_s) if self.active else {}
-        reasons = _reasons(scores, verdicts) if self.active else {}
-        return StepScores(step.samples, values, scores, verdicts, games, metrics, reasons)
+        comparisons = {name: np.array(rows, np.float64).reshape(shape) for name, rows in tables.items()}
+        metrics = self._metrics(step, values, answers, wait_s) if self.active else {}
+        reasons = _reasons(scores, answers) if self.active else {}
+        return StepScores(step.samples, values, scores, answers, comparisons, metrics, reasons)
 
     def cancel(self) -> None:
         """Cancel all unfinished steps."""
@@ -238,53 +232,56 @@ class Scorer:
         words = [self.seed & 0xFFFFFFFF, step & 0xFFFFFFFF, group & 0xFFFFFFFF]
         return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
+    def _keys(self, name: str, seed: int) -> list[Key]:
+        """What is asked about a group."""
+        reward = self.rewards[name]
+        plan = self.plan if self.plan and reward.compares else reward.keys
+        return plan(self.group_size, seed)
+
+    def _tally(self, name: str, answers: Mapping[Key, Answer]) -> Tally:
+        """What the answers about a group are worth."""
+        reward = self.rewards[name]
+        if self.plan and reward.judged and reward.compares:
+            answers = {key: rounded(answer) for key, answer in answers.items()}
+        return reward.tally(self.group_size, answers)
+
     def _calls(self, step: _Step, name: str) -> list[list[int]]:
         """The groups of each call of an in-process reward: always the same ones, whatever arrives first."""
         groups = list(step.samples)
-        together = 1 if name in self.pairwise else max(AT_ONCE // self.group_size, 1)
+        together = 1 if self.rewards[name].compares else max(AT_ONCE // self.group_size, 1)
         return [groups[k : k + together] for k in range(0, len(groups), together)]
 
     def _send(self, step: _Step, name: str, group: int, member: int) -> None:
-        """Send a new member, or its pairs with the members that exist."""
-        reward = self.rewards[name]
-        members = step.samples[group]
-        if isinstance(reward, PointwiseReward):
-            step.expect(name, [(group, member)], reward.submit(members[member]))
-            return
-        for first, second in step.pairs[name][group]:
-            if member in (first, second) and first in members and second in members:
-                answer = self.pairwise[name].submit(members[first], members[second])
-                step.expect(name, [(group, first, second)], answer)
+        """Ask a streaming reward the questions that a new member completes."""
+        from prefgrpo.judge.event_loop import loop_thread  # imports aiohttp
+
+        for key in step.keys[name][group]:
+            question = step.question(group, key) if member in key else None
+            if question is not None:
+                answer = loop_thread().submit(self.rewards[name].answer(*question))
+                step.expect(name, [(group, key)], answer)
 
     def _start(self, step: _Step, name: str, groups: list[int]) -> None:
-        """Call an in-process reward for the members of these groups that exist."""
-        reward = self.rewards[name]
-        members = step.samples
-        keys: list[Key] = [(group, member) for group in groups for member in sorted(members[group])]
-        if name in self.pairwise:
-            pairs = [(group, i, j) for group in groups for i, j in step.pairs[name][group]]
-            keys = [(g, i, j) for g, i, j in pairs if i in members[g] and j in members[g]]
+        """Ask an in-process reward all questions about the members of these groups that exist."""
+        asked: dict[tuple[int, Key], Question] = {}
+        for group in groups:
+            for key in step.keys[name][group]:
+                question = step.question(group, key)
+                if question is not None:
+                    asked[group, key] = question
 
-        def work() -> dict[Key, Score] | dict[Key, Verdict]:
+        def work() -> dict[tuple[int, Key], Answer]:
             if self._device is not None:  # the current GPU is a setting of every thread
                 torch.cuda.set_device(self._device)
-            if isinstance(reward, PointwiseReward):
-                scores = score_in_process(name, reward, [members[g][m] for g, m in keys])
-                return dict(zip(keys, scores, strict=True))
-            try:
-                verdicts = self.pairwise[name].judge_pairs(members[groups[0]], [(i, j) for _, i, j in keys])
-            except Exception:  # whatever a pairwise function of the user raises: its pairs are missing, with this trace
-                traceback.print_exc()
-                raise
-            return dict(zip(keys, verdicts.values(), strict=True))
+            return dict(zip(asked, answers_in_process(self.rewards[name], list(asked.values())), strict=True))
 
-        step.expect(name, keys, self._worker.submit(work))
+        step.expect(name, list(asked), self._worker.submit(work))
 
     def _metrics(
         self,
         step: _Step,
         values: Mapping[str, NDArray[np.float64]],
-        verdicts: Mapping[str, list[dict[Pair, Verdict]]],
+        answers: Mapping[str, list[dict[Key, Answer]]],
         wait_s: float,
     ) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -296,12 +293,12 @@ class Scorer:
                 p50, p95 = np.percentile(seconds, [50, 95]).tolist()
                 metrics[f"reward/{name}/latency_p50"] = Metric(p50, timed=True)
                 metrics[f"reward/{name}/latency_p95"] = Metric(p95, "max", timed=True)
-        if judged := [of_group for groups in verdicts.values() for of_group in groups if of_group]:
+        if judged := [of_group for groups in answers.values() for of_group in groups if of_group]:
             metrics |= judge_metrics(judged) | {"judge/wait_s": Metric(wait_s, "max", timed=True)}
-        for name, groups in verdicts.items() if len(verdicts) > 1 else ():
+        for name, groups in answers.items() if len(answers) > 1 else ():
             of_judge = judge_metrics(groups)
             metrics |= {key.replace("judge/", f"judge/{name}/"): value for key, value in of_judge.items()}
-        for name, groups in verdicts.items():
+        for name, groups in answers.items():
             for (group, members), of_group in zip(step.samples.items(), groups, strict=True):
                 prompt = next((sample.prompt for sample in members.values()), "")
                 if self._log:
@@ -309,45 +306,15 @@ class Scorer:
         return metrics
 
 
-def judge_metrics(groups: Sequence[Mapping[Pair, Verdict]]) -> dict[str, float]:
-    """judge/… metrics of a step from the verdicts on all planned pairs of all groups."""
-    every = [v for group in groups for v in group.values()]
-    p = np.array([v.first for v in every if v.first is not None])
-    metrics: dict[str, float] = {
-        "judge/requests": Metric(len(every), "sum"),
-        "judge/retries": Metric(sum(v.retries for v in every), "sum", timed=True),
-        "judge/failures": Metric(len(every) - len(p), "sum"),
-    }
-    if every:
-        unread = [v.first is None and bool(v.raw) for v in every]
-        metrics["judge/parse_failure_rate"] = Metric(float(np.mean(unread)), weight=len(unread))
-        metrics["judge/thinking_rate"] = Metric(float(np.mean(["</think" in v.raw for v in every])), weight=len(every))
-    if len(p):
-        signs = np.sign(p - 0.5)
-        metrics["judge/tie_rate"] = Metric(float(np.mean(signs == 0)), weight=len(signs))
-        metrics["judge/position_bias"] = Metric(float(np.mean((signs + 1) / 2)), weight=len(signs))
-    contradicts = [c for group in groups for c in _contradictions(group)]
-    if contradicts:
-        metrics["judge/order_inconsistency"] = Metric(float(np.mean(contradicts)), weight=len(contradicts))
-    return metrics
-
-
-def _contradictions(group: Mapping[Pair, Verdict]) -> list[bool]:
-    """For each pair judged in both orders: whether the two orders give different winners."""
-    answers = {pair: v.first for pair, v in group.items() if v.first is not None}
-    both = [(p, answers[j, i]) for (i, j), p in answers.items() if i < j and (j, i) in answers]
-    return [bool(np.sign(p - 0.5) != np.sign(0.5 - swapped)) for p, swapped in both]
-
-
 def _reasons(
-    scores: Mapping[str, list[list[Score]]], verdicts: Mapping[str, list[dict[Pair, Verdict]]]
+    scores: Mapping[str, list[list[Answer]]], answers: Mapping[str, list[dict[Key, Answer]]]
 ) -> dict[str, int]:
-    """`StepScores.reasons`: a member without a verdict is not counted again."""
+    """`StepScores.reasons`: a member without an answer is not counted again."""
     reasons = Counter[str]()
     for name, rows in scores.items():
-        judged = verdicts.get(name) or [{}] * len(rows)
+        judged = answers.get(name) or [{}] * len(rows)
         for row, of_group in zip(rows, judged, strict=True):
-            failed = [v.reason for v in of_group.values() if v.first is None]
+            failed = [answer.reason for answer in of_group.values() if answer.value is None]
             lost = [s.reason for s in row if s.value is None and s.reason not in failed]
             reasons.update(f"{name}: {reason}" for reason in failed + lost)
     return dict(reasons.most_common())

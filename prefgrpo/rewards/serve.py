@@ -24,9 +24,10 @@ import yaml
 from aiohttp import web
 from PIL import Image
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media, rgb
-from prefgrpo.rewards import RewardSpecError, build, load_class, parse_reward_spec
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, score_in_process
+from prefgrpo.rewards import RewardSpecError, build, parse_reward_spec
+from prefgrpo.rewards.base import Question, Reward, RewardError, Sample, answers_in_process
 
 DRAIN_S = 20.0
 """Seconds after SIGTERM within which earlier requests are still answered."""
@@ -37,28 +38,21 @@ PROBE = 'A 1x2 grid of squares. [LEFT]: a red square. [RIGHT]: a blue square tha
 
 
 class RewardServer:
-    """Serves one pointwise reward."""
+    """Serves one reward."""
 
     def __init__(self, name: str, options: Mapping[str, Any], max_batch: int = 32) -> None:
         """Construct the reward and score a probe sample. RewardError or RewardSpecError if that gives no value."""
         parse_reward_spec([name])
-        cls = load_class(name)
-        if not issubclass(cls, PointwiseReward):
-            raise RewardError(
-                f"reward '{name}' compares the samples of a group, so it runs in the trainer; serve its judge instead"
-            )
         self.name = name
         self.max_batch = max_batch
         try:
-            reward = build([name], {name: options})[name]
+            self.reward = build([name], {name: options})[name]
         except (RewardError, RewardSpecError):
             raise
         except Exception as error:
             traceback.print_exc()
             raise RewardError(f"reward '{name}' cannot be loaded: {type(error).__name__}: {error}") from error
-        assert isinstance(reward, PointwiseReward)
-        self.reward = reward
-        self.probe = score_in_process(name, reward, [probe(cls)])[0].finite()
+        self.probe = answers_in_process(self.reward, [probe(self.reward)])[0].finite()
         if self.probe.value is None:
             raise RewardError(f"reward '{name}' gave no score to a probe sample: {self.probe.reason}")
         self.batches = 0
@@ -75,7 +69,7 @@ class RewardServer:
 
     async def _run_batches(self, _: web.Application) -> AsyncIterator[None]:
         """Score waiting samples, batch by batch, while the application runs."""
-        self._queue = asyncio.Queue[tuple[Sample, asyncio.Future[Score]]]()
+        self._queue = asyncio.Queue[tuple[Question, asyncio.Future[Answer]]]()
         work = asyncio.create_task(self._work())
         yield
         work.cancel()
@@ -86,37 +80,40 @@ class RewardServer:
             waiting = [await self._queue.get()]
             while len(waiting) < self.max_batch and not self._queue.empty():
                 waiting.append(self._queue.get_nowait())
-            batch = [(sample, answer) for sample, answer in waiting if not answer.done()]  # the client may have gone
+            batch = [(samples, answer) for samples, answer in waiting if not answer.done()]  # the client may have gone
             if not batch:
                 continue
             self.batches += 1
-            samples = [sample for sample, _ in batch]
+            asked = [samples for samples, _ in batch]
             loop = asyncio.get_running_loop()
-            scores = await loop.run_in_executor(self._thread, score_in_process, self.name, self.reward, samples)
-            self.samples += len(samples)
-            for (_, answer), score in zip(batch, scores, strict=True):
+            found = await loop.run_in_executor(self._thread, answers_in_process, self.reward, asked)
+            self.samples += len(asked)
+            for (_, answer), value in zip(batch, found, strict=True):
                 if not answer.done():
-                    answer.set_result(score)
+                    answer.set_result(value)
 
     async def _score(self, request: web.Request) -> web.Response:
         loop = asyncio.get_running_loop()
         try:
             form = await request.post()
             files = [part.file.read() for part in form.getall("frame", []) if isinstance(part, web.FileField)]
-            sample = await loop.run_in_executor(None, read_sample, str(form.get("sample", "")), files, self.name)
+            samples = await loop.run_in_executor(None, read_samples, str(form.get("sample", "")), files, self.name)
+            if len(samples) != 1 + self.reward.compares:
+                raise ValueError(f"'{self.name}' expects {1 + self.reward.compares} sample(s), got {len(samples)}")
         except ValueError as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
-        answer: asyncio.Future[Score] = loop.create_future()
-        self._queue.put_nowait((sample, answer))
-        return web.json_response((await answer).row())
+        answer: asyncio.Future[Answer] = loop.create_future()
+        self._queue.put_nowait((samples, answer))
+        found = await answer
+        return web.json_response(found.row() | ({"raw": found.raw} if found.raw else {}))
 
     async def _health(self, _: web.Request) -> web.Response:
         counts = {"queued": self._queue.qsize(), "batches": self.batches, "samples": self.samples}
         return web.json_response({"name": self.name, "frames": self.reward.frames} | counts)
 
 
-def read_sample(fields: str, files: Sequence[bytes], name: str) -> Sample:
-    """The sample of a form. Raises ValueError for one that is not readable or meant for another reward than `name`."""
+def read_samples(fields: str, files: Sequence[bytes], name: str) -> Question:
+    """The samples of a form. Raises ValueError for one that is not readable or meant for another reward than `name`."""
     try:
         row = json.loads(fields)
         images = [np.array(rgb(Image.open(io.BytesIO(file), formats=FORMATS))) for file in files]
@@ -124,8 +121,9 @@ def read_sample(fields: str, files: Sequence[bytes], name: str) -> Sample:
         for count in row.get("frames", [0] * len(files)):
             frames = [images.pop(0) for _ in range(max(count, 1))]
             media.append(Media(np.stack(frames) if count else frames[0]))
-        generated = replace(media[0], frame_rate=row.get("frame_rate"))
-        sample = Sample(row["prompt"], generated, tuple(media[1:]), row.get("meta", {}))
+        count = row.get("samples", 1)
+        generated = [replace(media[k], frame_rate=row.get("frame_rate")) for k in range(count)]
+        samples = [Sample(row["prompt"], one, tuple(media[count:]), row.get("meta", {})) for one in generated]
         wanted = row.get("reward", name)
     except (LookupError, TypeError, AttributeError, OSError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(
@@ -134,16 +132,19 @@ def read_sample(fields: str, files: Sequence[bytes], name: str) -> Sample:
         ) from error
     if wanted != name:
         raise ValueError(f"this server scores '{name}', not '{wanted}'")
-    return sample
+    return tuple(samples)
 
 
-def probe(reward: type[PointwiseReward]) -> Sample:
-    """The sample that a reward must score before its server listens, from the prompt and meta in `reward.probe`."""
+def probe(reward: Reward) -> Question:
+    """What a reward must answer before its server listens, with the prompt and meta in `reward.probe`."""
     rng = np.random.default_rng(0)
     image = Media(rng.integers(0, 256, (64, 64, 3), np.uint8))
     clip = Media(rng.integers(0, 256, (8, 64, 64, 3), np.uint8), frame_rate=8.0)
+    medium = image if "image" in reward.takes else clip
     source = (image,) if reward.needs_source else ()
-    return Sample(reward.probe.get("prompt", PROBE), image if "image" in reward.takes else clip, source, reward.probe)
+    sample = Sample(reward.probe.get("prompt", PROBE), medium, source, reward.probe)
+    other = replace(sample, media=replace(medium, pixels=255 - medium.pixels))
+    return (sample, other) if reward.compares else (sample,)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,8 +18,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.judge.template import Template
-from prefgrpo.rewards.base import RewardError, Sample, Score, read_column
+from prefgrpo.rewards.base import RewardError, Sample, read_column
 from prefgrpo.rewards.vlm import VlmReward
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -40,6 +41,8 @@ def suite_ending(file: Path) -> str:
 
 class SoftTifa(VlmReward):
     """Geometric mean of the probabilities of the right answers to the prompt's questions, 0 … 1.
+
+    Source: Soft-TIFA (arXiv 2512.16853).
 
     template: the question, a YAML file or GenEval 2's evaluation.py; empty: our wording.
     """
@@ -63,13 +66,15 @@ class SoftTifa(VlmReward):
         digits = str(NUMBERS.index(answer) + 1) if answer in NUMBERS else answer
         return replace(self.question, labels=(answer, digits))
 
-    async def _judge(self, sample: Sample) -> Score:
+    async def ask_one(self, *samples: Sample) -> Answer:
+        """The geometric mean over the questions."""
+        (sample,) = samples
         p: list[float] = []
         # one after the other: the server's prefix cache then holds the image from the second question on
         for question, right in read_column(sample.meta, "vqa_list", _QUESTIONS, "[question, answer] pairs"):
-            answer = await self.ask(self.expecting(right), sample, None, asked=question)
-            if answer.first is None:
-                return Score(None, answer.reason)
-            p.append(answer.first)
+            answer = await self.answer_to(self.expecting(right), sample, asked=question)
+            if answer.value is None:
+                return Answer(None, answer.reason)
+            p.append(answer.value)
         value = math.exp(math.fsum(map(math.log, p)) / len(p)) if all(p) else 0.0
-        return Score(value, parts={str(k): v for k, v in enumerate(p, start=1)})
+        return Answer(value, parts={str(k): v for k, v in enumerate(p, start=1)})

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 
 from pydantic import Json, TypeAdapter
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.judge.published import published_texts
-from prefgrpo.judge.verdict import Verdict
-from prefgrpo.rewards.base import RewardError, Sample, Score, read_column
+from prefgrpo.rewards.base import RewardError, Sample, read_column
 from prefgrpo.rewards.vlm import VlmReward
 
 KEYS = {"en": ("Testpoints", "Testpoint Description"), "zh": ("考点", "考点对应描述")}
@@ -85,6 +85,8 @@ class Wording:
 class UniGenBench(VlmReward):
     """Fraction of a prompt's test points that the image meets, 0 … 1.
 
+    Source: UniGenBench (arXiv 2510.18701).
+
     template: the question, a YAML file or UniGenBench's eval_common.py; empty: our wording, in the prompt's language.
     """
 
@@ -105,22 +107,24 @@ class UniGenBench(VlmReward):
             plain = replace(self.question, name=file, user="{media_1}{asked}")
             self.questions = dict.fromkeys(KEYS, plain)
 
-    async def _judge(self, sample: Sample) -> Score:
+    async def ask_one(self, *samples: Sample) -> Answer:
+        """The mean of the marks."""
+        (sample,) = samples
         points = points_of(sample.meta)
         if self.wording:
             texts = {"asked": self.wording.question(sample.prompt, points)}
         else:
             named = enumerate(zip(points.names, points.descriptions, strict=True), start=1)
             texts = {"checkpoints": "\n".join(f"{k}. {name}: {text}" for k, (name, text) in named)}
-        return score_from_marks(points, await self.ask(self.questions[points.language], sample, None, **texts))
+        return score_from_marks(points, await self.answer_to(self.questions[points.language], sample, None, **texts))
 
 
-def score_from_marks(points: Points, answer: Verdict) -> Score:
+def score_from_marks(points: Points, answer: Answer) -> Answer:
     """The score from a reply; missing, with the reply kept, unless it marks every point once."""
     if answer.reason:
-        return Score(None, answer.reason, raw=answer.raw)
+        return Answer(None, answer.reason, raw=answer.raw)
     if len(answer.parts) != len(points.names):
         wrong = f"expected {len(points.names)} marks, one per test point, got {len(answer.parts)}"
-        return Score(None, wrong, raw=answer.raw)
+        return Answer(None, wrong, raw=answer.raw)
     parts = {f"{k} {name}": answer.parts[str(k)] for k, name in enumerate(points.names, start=1)}
-    return Score(sum(parts.values()) / len(parts), parts=parts, raw=answer.raw)
+    return Answer(sum(parts.values()) / len(parts), parts=parts, raw=answer.raw)

@@ -1,114 +1,95 @@
-"""Rewards that ask a vision-language model about one sample at a time, over HTTP.
+"""Rewards that ask a vision-language model about one sample at a time.
 
-Rewards with the same server settings share one client, and identical questions about the same medium are sent only
-once. Invariant: a value that the answer does not state is missing, never 0.
+Rewards with the same judge settings share one judge, and identical questions about the same medium are sent only once.
+Invariant: a value that the answer does not state is missing, never 0.
 Sources: UnifiedReward (arXiv 2503.05236), Flow-GRPO (2505.05470), UnifiedReward-Edit.
 """
 
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, PlainValidator, PositiveInt
 
-from prefgrpo.config.loading import section
-from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
-from prefgrpo.judge.template import Shown, Template, load_template
-from prefgrpo.judge.verdict import JudgeError, Verdict
-from prefgrpo.rewards.base import RewardError, Sample, Score, StreamingReward
+from prefgrpo.judge.client import Judge, open_judge
+from prefgrpo.judge.template import PAIR_ANSWERS, Shown, Template, load_template
+from prefgrpo.rewards.base import Reward, RewardError, Sample
 
-if TYPE_CHECKING:
-    from prefgrpo.judge.client import JudgeClient
+JudgeOption = Annotated[Judge, PlainValidator(lambda judge: judge)]
+"""The option `judge`: an open one, or a JudgeConfig or a mapping of its fields, which is opened."""
 
 
 @dataclass(eq=False)
-class VlmReward(StreamingReward):
-    """Asks one or several questions about each sample. JudgeError within seconds if the judge is not usable.
+class Judged(Reward):
+    """A reward that asks a judge. JudgeError within seconds if it is not usable.
 
-    judge: an open judge or client, a JudgeConfig, or a mapping of its fields. template: shipped name or path of the
-    question; empty: the reward's default, an attribute of its class. frames, max_pixels: of a clip, and of an image or
-    frame, that the judge sees; default: the template's (8 and 2048²).
+    judge: an open judge, a JudgeConfig, or a mapping of its fields. template: shipped name or path of the question;
+    empty: the class's default. frames, max_pixels: of a clip, and of an image or frame, that the judge sees; default:
+    the template's (8 and 2048²).
     """
 
-    judge: Any
+    judge: JudgeOption
     template: str = ""
     frames: PositiveInt | None = None
     max_pixels: PositiveInt | None = None
 
     judged = True
+    kinds: ClassVar[tuple[str, ...]] = PAIR_ANSWERS
+    """Kinds of answers that it supports."""
+
+    def __post_init__(self) -> None:
+        given = self.judge
+        self.judge = open_judge(given, self.kinds)
+        if self.judge is not given:
+            self.judge.reach()
+        self.streams = self.judge.streams
+        if not self.judge.clips:
+            self.takes = ("image",)
+        super().__post_init__()
+
+
+@dataclass(eq=False)
+class VlmReward(Judged):
+    """Asks one or several questions about each sample; a subclass defines `ask_one`."""
+
     needs: ClassVar[tuple[str, ...]] = ("prompt", "media_1")
     """Markers required in the template."""
     may: ClassVar[tuple[str, ...]] = ()
     """Markers that are optional."""
     kinds: ClassVar[tuple[str, ...]] = ("soft",)
-    """Kinds of answers that it supports."""
 
     def __post_init__(self) -> None:
-        self.client = open_client(self.judge)
+        super().__post_init__()
         self.question = self.load(self.template or type(self).template)
 
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
-        """Load a template, checked against `needs`, `may` and `kinds`."""
+        """Load a template, checked against `needs`, `may`, `kinds` and what the judge can answer."""
         shown = Shown(self.frames, self.max_pixels)
         question = load_template(name, needs or self.needs, self.may, self.kinds, shown)
-        self.answer_s = max(self.answer_s, self.client.config.timeout_s or question.timeout_s)
+        self.judge.check(question)
+        self.answer_s = max(self.answer_s, self.judge.timeout_s or question.timeout_s)
         return question
 
-    def submit(self, sample: Sample) -> Future[Score]:
-        """Ask about one sample without waiting."""
-        return self.client.run(self._score(sample))
-
-    async def _score(self, sample: Sample) -> Score:
-        try:
-            self.check(sample)
-            return await self._judge(sample)
-        except ValueError as error:
-            return Score(None, str(error))
-
-    @abstractmethod
-    async def _judge(self, sample: Sample) -> Score:
-        """One sample's score (runs on the client's event loop); ValueError with the reason if it has none."""
-
-    async def ask(
-        self, question: Template, sample: Sample, media: Sequence[Media] | None = None, **values: str
-    ) -> Verdict:
-        """Ask about a sample (or `media` derived from it) with its prompt, source images and other texts."""
+    async def answer_to(
+        self, question: Template, sample: Sample, media: Sequence[Media] | None = None, **texts: str
+    ) -> Answer:
+        """The judge's answer about a sample (or `media` derived from it) with its prompt, sources and other texts. Its
+        value is None, without a reason, if the template asks for parts."""
         shown = [sample.media] if media is None else media
-        return await self.client.answer(question, {"prompt": sample.prompt, **values}, shown, sample.source, once=True)
+        return await self.judge.ask(question, {"prompt": sample.prompt, **texts}, shown, sample.source, once=True)
 
-    async def answers(self, sample: Sample, *questions: Template) -> list[Verdict]:
+    async def answers_to(self, sample: Sample, *questions: Template) -> list[Answer]:
         """The answers to questions asked concurrently; ValueError with the reason of the first unusable one."""
-        answers = await asyncio.gather(*(self.ask(question, sample) for question in questions))
+        answers = await asyncio.gather(*(self.answer_to(question, sample) for question in questions))
         for answer in answers:
             if answer.reason:
                 raise ValueError(answer.reason)
         return answers
-
-
-def open_client(judge: Any) -> JudgeClient:
-    """A client for any question, from an open one, a judge's config or a mapping of the config's fields.
-
-    Raises JudgeError within seconds if no reachable server serves the model.
-    """
-    from prefgrpo.judge.check import check_reachable  # imports aiohttp
-    from prefgrpo.judge.client import JudgeClient, shared_client
-
-    if isinstance(judge, JudgeClient):
-        return judge
-    config = judge if isinstance(judge, JudgeConfig) else section(JudgeConfig, judge, "judge")
-    if not config.endpoints:
-        raise JudgeError(
-            "this reward asks other questions than which of two images is better, which a judge in this process "
-            "cannot answer: serve one, and set judge.endpoints, and judge.model (its name, or empty)"
-        )
-    check_reachable(config)
-    return shared_client(config)
 
 
 @dataclass(eq=False)
@@ -139,44 +120,51 @@ class VlmScores(VlmReward):
         if self.normalise_parts:
             self.part_weights = self.by_name
 
-    async def _judge(self, sample: Sample) -> Score:
-        (answer,) = await self.answers(sample, self.question)
+    async def ask_one(self, *samples: Sample) -> Answer:
+        """The weighted mean of the scores that the answer states."""
+        (answer,) = await self.answers_to(samples[0], self.question)
         parts = {name.lower(): value for name, value in answer.parts.items()}
         used = {name: weight for name, weight in self.by_name.items() if weight}
         if absent := [name for name in used if name not in parts]:
-            return Score(None, f"the answer has no readable {' nor '.join(absent)}", parts)
+            return Answer(None, f"the answer has no readable {' nor '.join(absent)}", parts)
         total = sum(w * parts[name] / (self.highest[name] if self.unit else 1.0) for name, w in used.items())
-        return Score(total / sum(used.values()), parts=parts)
+        return Answer(total / sum(used.values()), parts=parts)
 
 
 class UnifiedRewardAlignment(VlmScores):
-    """How much of the caption the image shows, 1 … 5; the other axes are parts."""
+    """How much of the caption the image shows, 1 … 5; the other axes are parts.
+
+    UnifiedReward 2.0 (arXiv 2503.05236); one request gives all three axes.
+    """
 
     template = "unifiedreward"
     default: ClassVar = {"alignment": 1.0}
 
 
 class UnifiedRewardCoherence(UnifiedRewardAlignment):
-    """How coherent the image is, 1 … 5."""
+    """How coherent the image is, 1 … 5, by UnifiedReward 2.0."""
 
     default: ClassVar = {"coherence": 1.0}
 
 
 class UnifiedRewardStyle(UnifiedRewardAlignment):
-    """How aesthetically pleasing the image is, 1 … 5."""
+    """How aesthetically pleasing the image is, 1 … 5, by UnifiedReward 2.0."""
 
     default: ClassVar = {"style": 1.0}
 
 
 class UnifiedRewardSglang(VlmScores):
-    """UnifiedReward 1.5 behind SGLang: "Final Score: N", N / 5."""
+    """UnifiedReward 1.5 as Flow-GRPO asks it (behind SGLang; any server works): "Final Score: N", N / 5."""
 
     template = "unifiedreward_sglang"
     unit = True
 
 
 class QwenVl(VlmScores):
-    """Quality rated by an instruction-tuned Qwen-VL: <Score>N</Score>, N / 5."""
+    """Aesthetic quality rated by an instruction-tuned Qwen-VL: <Score>N</Score>, N / 5.
+
+    The question is Flow-GRPO's; the caption is not shown.
+    """
 
     template = "qwenvl"
     needs = ("media_1",)
@@ -185,7 +173,10 @@ class QwenVl(VlmScores):
 
 
 class EditImageQuality(VlmScores):
-    """Quality of the edited image on its own, 0 … 25."""
+    """Quality of the edited image on its own, 0 … 25.
+
+    UnifiedReward-Edit: weighted mean of naturalness and absence of artefacts.
+    """
 
     template = "edit_quality"
     needs = ("media_1",)
@@ -193,7 +184,10 @@ class EditImageQuality(VlmScores):
 
 
 class EditInstructionFollowing(VlmScores):
-    """How well the edit follows its instruction, 0 … 25 (overediting 25: nothing else was changed)."""
+    """How well the edit follows its instruction, 0 … 25 (overediting 25: nothing else was changed).
+
+    UnifiedReward-Edit: weighted mean of editing success and of not over-editing.
+    """
 
     template = "edit_following"
     needs = ("prompt", "source", "media_1")

@@ -2,7 +2,7 @@
 
 A batch has members of one prompt that train in one update, so its texts have one length and its source images one
 size, and a group without signal leaves whole batches. The batches of a step are assigned to the data-parallel ranks
-round-robin, update by update, so that every one has its share of every update; every process derives the same plan.
+round-robin, update by update, so that each has its share of every update; every process derives the same plan.
 Invariant: batches do not depend on the number of processes.
 """
 
@@ -23,7 +23,7 @@ class BatchPlan:
     """The plan of one batch of a step, which every process derives."""
 
     number: int
-    """Counts the step's batches."""
+    """Number of the batch in the step."""
     update: int
     """The optimiser update, within the step, that trains on it."""
     places: tuple[Place, ...]
@@ -38,7 +38,7 @@ class BatchPlan:
 
     @property
     def members(self) -> list[int]:
-        """[B] members that the samples are of their groups."""
+        """[B] members of their groups that the samples are."""
         return [member for _, member in self.places]
 
 

@@ -1,4 +1,4 @@
-"""A batch of samples, as it is kept from the rollout to the update."""
+"""A batch of samples, as it is stored from the rollout to the update."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefgrpo.sde.schedule import Schedule
 class Batch(BatchPlan):
     """B samples, on the process that generated them and will train on them.
 
-    All that shapes and decisions depend on is on the host: places, groups, the schedule's σ.
+    Everything that shapes and decisions depend on is on the host: places, groups, the schedule's σ.
     """
 
     groups: tuple[int, ...]
@@ -34,10 +34,10 @@ class Batch(BatchPlan):
     latents: Tensor
     """[B, …] final latents, of which a context-parallel process keeps its part (`World.slice_of`)."""
     sampling: SamplingConfig
-    """Their size, and the guidance of the forwards that train on them."""
+    """Size of the samples, and the guidance of the forwards that train on them."""
     transitions: tuple[Transition, ...] = ()
-    """Those that are trained on, by ascending k, with latents and velocities likewise in parts; empty if the objective
-    needs only final latents."""
+    """The transitions to train on, by ascending k, with latents and velocities likewise in parts; empty if the
+    objective needs only final latents."""
     padding: bool = False
     """Run only so that every process runs the same number of forwards (`World.equal_forwards`); its loss counts 0."""
 

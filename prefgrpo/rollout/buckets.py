@@ -1,5 +1,5 @@
 """Sizes of images and clips from files: each group has the bucket whose aspect ratio is nearest to that of most of its
-members (of as many, to that of the first one's, which is the chosen one).
+members (in a tie, to that of the first one, which is the chosen one).
 
 Buckets have about as many pixels as rollout.height × rollout.width, and sides that the family takes; a batch has one.
 Invariant: buckets and assignments depend only on the configuration, the model's sizes and the files' shapes.
@@ -24,7 +24,7 @@ from prefgrpo.rollout.source_images import sources_of
 RATIOS = (9 / 16, 2 / 3, 3 / 4, 1.0, 4 / 3, 3 / 2, 16 / 9)
 """Width / height of the buckets besides the run's own, before sides are rounded."""
 OFF = 0.1
-"""Most that a bucket's number of pixels may differ from the run's, as a share of it: coarse sides allow no more."""
+"""How much a bucket's number of pixels may differ from the run's, as a share of it: coarse sides allow no more."""
 
 
 def buckets(
@@ -54,7 +54,7 @@ def _takes(adapter: Adapter, sizes: SamplingConfig) -> bool:
 def bucket_of(group: PairGroup, sizes: Sequence[SamplingConfig]) -> SamplingConfig:
     """The bucket of a group."""
     votes = Counter(_nearest(shape, sizes) for shape in group.shapes)
-    return votes.most_common(1)[0][0]  # of equally common ones, the first member's
+    return votes.most_common(1)[0][0]  # in a tie, the first member's
 
 
 def _nearest(shape: Shape, sizes: Sequence[SamplingConfig]) -> SamplingConfig:
@@ -96,8 +96,8 @@ def fitted(group: PairGroup, adapter: Adapter, sizes: SamplingConfig) -> list[En
 
 
 def pair_entries(groups: Sequence[PairGroup], adapter: Adapter, sizes: Sequence[SamplingConfig]) -> list[Entry]:
-    """Everything that training on groups encodes, without duplicates, in the groups' order; `Adapter.outline` will do
-    as the adapter."""
+    """Everything that training on groups encodes, without duplicates, in the groups' order; an
+    `Adapter.outline` is enough as the adapter."""
     found: dict[Entry, None] = {}
     for group in groups:
         size = bucket_of(group, sizes)

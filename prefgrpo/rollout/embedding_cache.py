@@ -18,7 +18,7 @@ from torch import Tensor
 from prefgrpo.data.atomic import write_atomic
 
 SHARD_BYTES = 256 * 2**20
-"""A process writes a file when it holds so many bytes of new entries, and at the end."""
+"""A process writes a file when it holds this many bytes of new entries, and at the end."""
 logger = logging.getLogger(__name__)
 
 

@@ -30,19 +30,19 @@ from prefgrpo.rollout.samples import Fitted
 from prefgrpo.rollout.source_images import NONE, SourceImages, prefetch, sources_of
 
 FORMAT = "2"
-"""Of stored entries: those of another format are encoded again."""
+"""Format of stored entries; those of another format are encoded again."""
 MEMORY_BYTES = 2**31
-"""Most bytes of entries that a process keeps in memory."""
+"""Maximum bytes of entries that a process keeps in memory."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is encoded at once and stored under one key: a text, the source images of an edit, or a sample."""
+    """What is encoded together and stored under one key: a text, the source images of an edit, or a sample."""
 
     text: str | None
     """None: the source images, or the sample."""
     sources: SourceImages = NONE
-    """With a text, those that its encoder sees."""
+    """With a text: the source images that its encoder sees."""
     frames: int | None = None
     """With source images of a clip: its frames, on which their latents may depend."""
     sample: Fitted | None = None
@@ -81,7 +81,7 @@ class Embeddings:
     """The conditions of prompts for the model of a run."""
 
     def __init__(self, config: Config, most_bytes: int = MEMORY_BYTES) -> None:
-        """most_bytes: of entries in memory. Raises ConfigError for a data.cache that cannot be used."""
+        """most_bytes: limit of entries in memory. Raises ConfigError for a data.cache that cannot be used."""
         cls = family(config.family)
         self._max_length = config.data.max_length
         self._most_bytes = most_bytes
@@ -142,7 +142,7 @@ class Embeddings:
         return found
 
     def latents(self, adapter: Adapter, entries: Sequence[Entry]) -> list[Tensor]:
-        """The latents of samples, in order, as one sample of a rollout has them, on the CPU."""
+        """The latents of samples, in order, each as one sample of a rollout has them, on the CPU."""
         found = self.get(adapter, entries)
         return [found[entry]["0"] for entry in entries]
 

@@ -38,8 +38,9 @@ def media_exchange(
 ) -> Iterator[Callable[[Place, Pixels], None]]:
     """Yields `put`, to be called by the leader of a share with every sample [(F,) H, W, 3] of it; it does not wait.
 
-    shape: of a sample's pixels. take: called by the leader, on other threads, with (place, pixels) of every sample of
-    `world.slots`. On exit, it has been called for all samples; what it raised is raised by the next `put`, or on exit.
+    shape: that of a sample's pixels. take: called by the leader, on other threads, with (place, pixels) of every sample
+    of `world.slots`. On exit, it has been called for all samples; what it raised is raised by the next `put`, or on
+    exit.
     """
 
     def receive() -> None:

@@ -44,16 +44,16 @@ class Plan:
     chosen: tuple[int, ...]
     """[P], which of the run's prompts, or of its stored groups, each slot has."""
     prompts: tuple[Prompt, ...]
-    """[P] of the slots."""
+    """[P] prompts of the slots."""
     scored: tuple[int, ...]
     """Run-wide numbers of the groups that this process's share scores; none of stored groups."""
     batches: tuple[BatchPlan, ...]
-    """Of all processes, update by update."""
+    """The batches of all processes, update by update."""
     updates_per_step: int
     dp_index: int
     """The data-parallel share of this process."""
     equal_forwards: bool
-    """Whether all processes run equally many forwards, some as padding (`World.equal_forwards`)."""
+    """Whether all processes run the same number of forwards, some as padding (`World.equal_forwards`)."""
 
     @property
     def groups(self) -> list[int]:
@@ -73,12 +73,12 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """The most batches that a process trains on."""
+        """Maximum number of batches that a process trains on."""
         return max(Counter(batch.dp_rank for batch in self.batches).values())
 
     @property
     def padding(self) -> list[BatchPlan]:
-        """Batches that this process makes besides `own`, so that all make equally many."""
+        """Batches that this process makes besides `own`, so that all make the same number."""
         lacking = self.rounds - len(self.own) if self.equal_forwards else 0
         return [self.batches[-1]] * lacking
 
@@ -150,5 +150,5 @@ class Groups(ABC):
 
         add: called with (group, member, sample) for every sample of `plan.scored` as soon as it is available; samples
         received from other processes are added from another thread. All have been added when the iteration ends.
-        between: called after every batch, on all processes equally often; what it raises ends the iteration.
+        between: called after every batch, equally often on all processes; what it raises ends the iteration.
         """

@@ -34,7 +34,7 @@ Key = TypeVar("Key")
 Pixels = Callable[[], Images]
 """Waits for a sample's pixels."""
 DECODED_PIXELS = 1024 * 1024
-"""Most pixels per call of the VAE decoder, at least one image or clip: more take memory and no less time."""
+"""Maximum pixels per call of the VAE decoder, at least one image or clip: more need memory and save no time."""
 ENCODED = 64
 """Prompts that are encoded at a time: with offload, their encoders go to the device once for all of them."""
 
@@ -87,7 +87,7 @@ def render(
 
 
 def batches_of(conditions: Iterable[Condition], size: int) -> Iterator[list[tuple[int, Condition]]]:
-    """(position, condition) in batches of equal shapes, each as soon as it is full, and what is left at the end."""
+    """(position, condition) in batches of equal shapes, each as soon as it is full, and the rest at the end."""
     waiting: dict[tuple[tuple[int, ...], ...], list[tuple[int, Condition]]] = {}
     for k, condition in enumerate(conditions):
         shapes = condition.shapes()
@@ -142,7 +142,7 @@ def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
     host = tensor.to("cpu", non_blocking=True)
     if tensor.device.type != "cuda":
         return host.numpy
-    copied = torch.cuda.Event(blocking=True)  # sleeps; else a core of the CPU would spin
+    copied = torch.cuda.Event(blocking=True)  # sleeps; otherwise a CPU core would spin
     copied.record()
 
     @cache

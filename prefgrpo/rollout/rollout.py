@@ -58,7 +58,7 @@ class Trajectory(NamedTuple):
     latents: Tensor
     """[B, …] final latents, input of the adapter's `decode`."""
     transitions: tuple[Transition, ...]
-    """The stored ones, by ascending k."""
+    """The stored transitions, by ascending k."""
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def rollout(
 
     sample: int64 [B] ids that determine the noise, unique per sample in the run. seed: the run's noise seed.
     initial_sample: B ids for the initial noise only. Samples with equal ids must have equal conditions.
-    keep_velocity: also store the velocities of the transitions. published: sample as the stock call by default.
+    keep_velocity: also store the velocities of the transitions. published: sample as the stock call does by default.
     """
     velocity = adapter.published_velocity if published else adapter.velocity
 

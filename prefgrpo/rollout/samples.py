@@ -19,7 +19,7 @@ from prefgrpo.data.stored import Shape, StoredMedia
 from prefgrpo.rollout.source_images import fit, readers
 
 KEPT = 8
-"""Samples that are read ahead, or were read last: a clip has a hundred megabytes."""
+"""Number of samples that are read ahead or kept: a clip has a hundred megabytes."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Fitted:
     height: int
     width: int
     frames: int | None = None
-    """Of a clip; None or 1: an image."""
+    """Frames of a clip; None or 1: an image."""
     rate: float | None = None
     """Frames per second of the sample."""
 
     def identity(self) -> str:
-        """What its latents are stored under."""
+        """Cache key of its latents."""
         return repr((*self.place.identity(), self.height, self.width, self.frames, self.rate))
 
     def pixels(self) -> NDArray[np.uint8]:
@@ -45,7 +45,7 @@ class Fitted:
 
 def chosen_frames(shape: Shape, frames: int, rate: float | None) -> list[int] | None:
     """The frames of a clip that make a sample of `frames` at `rate` per second; None if it is too short. The last one
-    may be shown until the clip's end. If the clip's rate is unknown, its first frames."""
+    may be shown until the clip's end. If the clip's rate is unknown, its first frames are used."""
     count = shape.frames or 1
     ratio = shape.rate / rate if shape.rate and rate else 1.0
     positions = [int(k * ratio + 1e-6) for k in range(frames)]

@@ -30,7 +30,7 @@ from prefgrpo.sde.schedule import (
 
 
 def load_rule(name: str) -> str | Rule:
-    """What `rollout.rule` names: one of RULES, or a function of the user's. Raises ValueError."""
+    """The rule that `rollout.rule` names: one of RULES, or a user's function. Raises ValueError."""
     if name in RULES:
         return name
     function = load_function(name, RULES)

@@ -26,14 +26,14 @@ KEPT = 256
 
 @dataclass(frozen=True)
 class SourceImages:
-    """The source images of a prompt at one output size; none for a prompt that is no edit."""
+    """The source images of a prompt at one output size; none for a prompt that is not an edit."""
 
     files: tuple[str | StoredMedia, ...] = ()
     height: int = 0
     width: int = 0
 
     def identity(self) -> str:
-        """What the encoded images are stored under: paths, sizes and times of the files, and the output size."""
+        """Cache key of the encoded images: paths, sizes and times of the files, and the output size."""
         return repr([place_of(file).identity() for file in self.files] + [self.height, self.width])
 
     def images(self) -> tuple[Image.Image, ...]:

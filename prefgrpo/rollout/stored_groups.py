@@ -1,7 +1,8 @@
 """Training steps on groups of images or clips from files (`data.pairs`), in the batches that a rollout would make.
 
-Latents and texts come from the cache, else they are encoded when a step needs them. A group's batches have its bucket's
-size. Invariant: the groups of step k, and their noise, depend only on (seed, k), whatever the number of processes.
+Latents and texts come from the cache; otherwise they are encoded when a step needs them. A group's batches have its
+bucket's size. Invariant: the groups of step k, and their noise, depend only on (seed, k), whatever the number of
+processes.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class StoredGroups(Groups):
     adapter: Adapter
     embeddings: Embeddings
     schedules: Mapping[SamplingConfig, Schedules]
-    """Of every bucket (`buckets`)."""
+    """Sizes of the buckets (`buckets`)."""
     pairs: Sequence[PairGroup]
-    """With G members each."""
+    """The groups, with G members each."""
     world: World
 
     def plan(self, step: int) -> Plan:

@@ -60,7 +60,7 @@ class Checkpoints:
     """The checkpoints of a run. At most one is being written at a time; every rank calls every method."""
 
     def __init__(self, run: RunFolder, world: World, keep: int, by_time: bool = True) -> None:
-        """keep: number of newest checkpoints that stay. by_time: also save every MOST_SECONDS; False if results depend
+        """keep: number of newest checkpoints to keep. by_time: also save every MOST_SECONDS; False if results depend
         on when a run saves, as with rollout.staleness, which generates no samples ahead across a checkpoint."""
         self.run = run
         self.keep = keep
@@ -84,11 +84,10 @@ class Checkpoints:
     ) -> None:
         """Copy the tensors, then write them in another thread; waits for the previous save first.
 
-        Plain tensors must be equal on all ranks; rank 0 writes them, as DCP would plan them once for every rank. Of
-        sharded ones every replica has all, and writes its share. An existing checkpoint is left unchanged, because the
-        state after a step is a function of the run and the step.
-        lora: writes the LoRA into a folder; called once, on rank 0. Raises CheckpointError, on all ranks, if that or
-        the previous save failed.
+        Plain tensors must be equal on all ranks; rank 0 writes them, as DCP would plan them once for every rank. Every
+        replica has all sharded ones, and writes its share of them. An existing checkpoint is left unchanged, because
+        the state after a step is a function of the run and the step. lora: writes the LoRA into a folder; called once,
+        on rank 0. Raises CheckpointError, on all ranks, if that or the previous save failed.
         """
         self.finished(wait=True)
         self.last = step
@@ -139,7 +138,7 @@ class Checkpoints:
         return path
 
     def close(self) -> None:
-        """Let the save in flight end, whatever becomes of it: the process must not exit in the middle of it."""
+        """Let the save in flight end, successfully or not: the process must not exit in the middle of it."""
         if self._writing is not None:
             self._writing[1].exception()
 
@@ -207,8 +206,8 @@ def _partial(final: Path) -> Path:
 def read(path: Path, tensors: dict[str, Tensor], world: World) -> dict[str, Any]:
     """Read these entries of a checkpoint in place, whatever mesh wrote it; returns its meta. Every rank calls it.
 
-    Raises CheckpointError, on all ranks, if a file is missing or has another size than when it was saved, or if the
-    checkpoint has other names or shapes.
+    Raises CheckpointError, on all ranks, if a file is missing or its size differs from when it was saved, or if
+    the checkpoint has other names or shapes.
     """
 
     def check() -> dict[str, Any]:
@@ -216,7 +215,7 @@ def read(path: Path, tensors: dict[str, Tensor], world: World) -> dict[str, Any]
         _check_names(path, tensors)
         return meta
 
-    checked = world.on_main(check, CheckpointError)  # others would ask the file system for the same sizes
+    checked = world.on_main(check, CheckpointError)  # the others would ask the file system for the same sizes
     meta: dict[str, Any] = world.all_gather_object(checked)[0] or {}
     try:
         load(dict(tensors), storage_reader=FileSystemReader(path), no_dist=world.size == 1)

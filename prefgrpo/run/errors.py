@@ -1,7 +1,7 @@
 """Every mistake that a configuration and its model's folder can have, found before a model is loaded or a judge asked.
 
-`errors` is for training, `model_errors` for what only samples or encodes. What a section of the configuration
-contradicts by itself is found when it is read (`config.schema`), what prompts lack when rewards are built.
+`errors` is for training, `model_errors` for what only samples or encodes. Contradictions within
+the configuration are found when it is read (`config.schema`), what prompts lack when rewards are built.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from prefgrpo.config.by_path import load_function
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import COMBINE, Config, TrainConfig
-from prefgrpo.judge.pairs import get_plan
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.models import family
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError, is_hub_id
@@ -28,11 +27,11 @@ from prefgrpo.parallel import attention_backend
 from prefgrpo.parallel.parallelize import context_errors
 from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rewards import PYTHON, check_entry, factory, get_python_rewards, load_class
-from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.rewards.pairs import get_plan
 from prefgrpo.rollout.assignment import batch_sizes, busy_prompts, busy_share
 from prefgrpo.rollout.sampling import Schedules, load_rule
 from prefgrpo.run.folder import run_of
-from prefgrpo.run.judging import asks_judge, judge_config, makes_clips, pairwise_templates
+from prefgrpo.run.rewards import asks_judge, judge_config, makes_clips, pairwise_templates
 from prefgrpo.run.trackers import PAIRS
 
 
@@ -73,8 +72,8 @@ def _lost_rewards(config: Config) -> list[str]:
 
 def model_errors(config: Config, trains: bool = False, download: bool = False) -> list[str]:
     """Why a configuration's model cannot sample or, with `trains`, be trained: its folder, options that its family does
-    not support, the objective, and sizes and steps that the model does not have. Without `download`, of a model on the
-    hub what is known without its folder."""
+    not support, the objective, and sizes and steps that the model does not have. Without `download`, only what is known
+    without the folder of a model on the hub."""
     found = option_errors(config) + _named_errors(config)
     if is_hub_id(config.model) and not download:
         return found
@@ -180,7 +179,7 @@ def _check_entry(config: Config, entry: RewardEntry) -> None:
     elif entry.judge:
         raise ValueError(f"{entry.name} asks no judge: remove `judge` from its entry")
     pairwise_templates([entry])
-    if issubclass(load_class(entry.reward), VlmPairwise) and "url" not in entry.options:
+    if load_class(entry.reward).compares:
         plan = get_plan(entry.options.get("plan", "both_orders"))
         if entry in config.rewards:
             plan(config.rollout.group_size, 0)
@@ -247,8 +246,8 @@ def _combination_errors(config: Config) -> list[str]:
         got = f"got {t.updates_per_rollout} with {t.update_slices}"
         found.append(f"train.updates_per_rollout: {problem} and {limit}, {got}")
     trained = [entry for entry in config.rewards if entry.weight > 0]
-    pairwise = ["url" in entry.options or issubclass(load_class(entry.reward), VlmPairwise) for entry in trained]
-    if objective.needs_comparisons and not any(pairwise) and not config.data.pairs:
+    comparing = [entry for entry in trained if load_class(entry.reward).compares]
+    if objective.needs_comparisons and not comparing and not config.data.pairs:
         wanted = f"{t.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         names = ", ".join(entry.name for entry in config.rewards)
         found.append(f"rewards: {wanted}, with a weight above 0, got {names}")
@@ -262,7 +261,7 @@ def _combination_errors(config: Config) -> list[str]:
 
 
 def window_errors(config: Config, outline: Adapter) -> list[str]:
-    """Steps and times that may be trained, but cannot be under the model's schedule."""
+    """Steps and times that may be trained, but not under the model's schedule."""
     found: list[str] = []
     try:
         Schedules(config, outline, torch.device("cpu")).check()
@@ -298,7 +297,7 @@ def _pair_errors(config: Config) -> list[str]:
         objective = make_objective(config.train)
         sound = family(config.family).with_sound
     except ValueError:
-        return found  # said elsewhere
+        return found  # reported elsewhere
     if objective.on_policy:
         offline = [name for name in OBJECTIVES if not make_objective(TrainConfig(objective=name)).on_policy]
         options = f" with objective_options {config.train.objective_options}" * bool(config.train.objective_options)

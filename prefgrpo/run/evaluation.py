@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefgrpo.config.schema import Config, SamplingConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.atomic import save_images, write_atomic
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import Sample, Score
+from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.log import head_and_tail
 from prefgrpo.rewards.scorer import Scorer, StepScores
 from prefgrpo.rollout.embeddings import Embeddings
@@ -33,10 +34,10 @@ from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.source_images import as_arrays, sources_of
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.folder import RunFolder
-from prefgrpo.run.judging import judges_of
 from prefgrpo.run.log import finite
 from prefgrpo.run.measures import JUDGE, Comparison, Measure, PairMeasures, Subject, compared, keys_of
 from prefgrpo.run.offline import HeldOutPairs
+from prefgrpo.run.rewards import judges_of
 from prefgrpo.run.writer import Writer
 from prefgrpo.sde.noise import EVALUATION_IDS
 
@@ -45,7 +46,7 @@ IN_REPORT = 12
 
 
 class BothSamples(NamedTuple):
-    """Two samples of a prompt from the same noise: of the policy, and of the one that it is compared with."""
+    """Two samples of a prompt from the same noise: the policy's, and that of the policy it is compared with."""
 
     now: Sample
     before: Sample
@@ -69,7 +70,7 @@ class Compared:
     """What the rewards say about pairs of samples."""
 
     measures: list[PairMeasures]
-    """Of each pair."""
+    """Measures of each pair."""
     answers: list[list[JudgedOrder]]
     """The judges' answers to each pair."""
     reasons: Counter[str]
@@ -159,7 +160,7 @@ class Evaluator:
 
     def run(self, step: int) -> Comparison:
         """Evaluate the policy after `step` steps, over all ranks, and store the report's images. At step 0 it is the
-        initial policy, whose images are there: they are scored, but compared with nothing."""
+        initial policy, whose images exist: they are scored, but compared with nothing."""
         index = self.scored
         now = self.render(self.share) if step else self.before
         pairs: list[BothSamples] = []
@@ -242,16 +243,16 @@ def compare(scorer: Scorer, pairs: Sequence[BothSamples]) -> Compared:
     for reward, groups in scores.scores.items():
         for k, (of_pair, both) in enumerate(zip(measures, groups, strict=True)):
             of_pair |= {judges[reward]: _judged(scores, reward, k)} if reward in judges else _valued(reward, *both)
-    for reward, of_pairs in scores.verdicts.items():
+    for reward, of_pairs in scores.answers.items():
         for orders, verdicts in zip(answers, of_pairs, strict=True):
             for (first, _), v in verdicts.items():
-                orders.append(JudgedOrder(reward, ("after", "before")[first], v.first, v.reason, head_and_tail(v.raw)))
+                orders.append(JudgedOrder(reward, ("after", "before")[first], v.value, v.reason, head_and_tail(v.raw)))
     return Compared(measures, answers, Counter(scores.reasons))
 
 
 def tied(scorer: Scorer, samples: Sequence[Sample]) -> Compared:
     """The measures of each sample against itself: a tie, which no judge is asked about."""
-    pointwise = {name: reward for name, reward in scorer.rewards.items() if name not in scorer.pairwise}
+    pointwise = {name: reward for name, reward in scorer.rewards.items() if not reward.compares}
     scores = _scored(Scorer(pointwise, 1, scorer.deadline_s), [[one] for one in samples])
     judges = _judges(scorer)
     measures: list[PairMeasures] = [{} for _ in samples]
@@ -260,7 +261,7 @@ def tied(scorer: Scorer, samples: Sequence[Sample]) -> Compared:
             if reward in judges:
                 of_pair[judges[reward]] = Measure(wins=0.5)
             else:
-                score = scores.scores[reward][k][0] if reward in pointwise else Score(0.5)
+                score = scores.scores[reward][k][0] if reward in pointwise else Answer(0.5)
                 of_pair |= _valued(reward, score, score)
     return Compared(measures, [[] for _ in samples], Counter(scores.reasons))
 
@@ -281,15 +282,15 @@ def _judges(scorer: Scorer) -> dict[str, Subject]:
 
 def _judged(scores: StepScores, judge: str, pair: int) -> Measure[float]:
     """A judge's measure of a pair."""
-    wins, counts = scores.games[judge][pair, :, 0, 1].tolist()
-    verdicts = scores.verdicts[judge][pair]
-    p = [verdicts[order].first if order in verdicts else None for order in ((0, 1), (1, 0))]
+    wins, counts = scores.comparisons[judge][pair, :, 0, 1].tolist()
+    verdicts = scores.answers[judge][pair]
+    p = [verdicts[order].value if order in verdicts else None for order in ((0, 1), (1, 0))]
     first, second = (math.nan if value is None else value for value in p)
     rate = wins / counts if counts else math.nan
     return Measure(wins=rate, first=_win(first - 0.5), second=_win(0.5 - second))
 
 
-def _valued(reward: str, now: Score, before: Score) -> PairMeasures:
+def _valued(reward: str, now: Answer, before: Answer) -> PairMeasures:
     """The measures of another reward, and of its parts, of a pair."""
     value, old = (math.nan if score.value is None else score.value for score in (now, before))
     out: PairMeasures = {Subject(reward): Measure(value, old, wins=_win(value - old))}

@@ -36,7 +36,7 @@ REASONS_SHOWN = 3
 """Reasons for missing rewards that a step prints, most frequent first; a run prints ten times as many."""
 
 LONGEST = 512
-"""Most pixels of the longer side of an evaluation's images in trackers, which encode them as PNG."""
+"""Maximum pixels of the longer side of an evaluation's images in trackers, which encode them as PNG."""
 IN_LINE = {
     "pairs/accuracy": "{:.0%} of the pairs ranked rightly",
     "judge/requests": "judged {:.0f}",
@@ -60,7 +60,7 @@ Pictures = dict[str, tuple[str, NDArray[np.uint8]]]
 
 
 class Tracker(Protocol):
-    """What a run's metrics and pictures are sent to (`run.trackers`)."""
+    """Receiver of a run's metrics and pictures (`run.trackers`)."""
 
     def log(self, step: int, numbers: Mapping[str, float], pictures: Pictures) -> None:
         """Take the numbers and pictures of a step."""
@@ -157,7 +157,7 @@ class Log:
 
     def row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one row, unless a resumed run already has it; non-finite numbers are written as null. Metrics of
-        single denoising steps, of which each training step may have others, go to the trackers only."""
+        single denoising steps, which may differ between training steps, go to the trackers only."""
         if not self.active or (kind, step, values.get("set")) in self.have:
             return
         if step == self.start:  # the evaluation before the first step does not count towards the time left

@@ -210,11 +210,13 @@ def interval(group: NDArray[np.int64], values: NDArray[np.float64]) -> Interval:
 _KEYS = {
     "now": "{}", "before": "{}_before", "wins": "win_{}", "first": "win_{}_first", "second": "win_{}_second",
 }  # fmt: skip
-_DETAILS = {"value": "", "missing": "_missing", "low": "_low", "high": "_high", "prompts": "_prompts"}
+_DETAILS = ("", "_missing", "_low", "_high", "_prompts")
 _DETAIL = "(?P<detail>_missing|_low|_high|_prompts)?"
 _WINS = re.compile(f"win_(?P<name>.+?)(?P<field>_first|_second)?{_DETAIL}", re.DOTALL)
 _VALUES = re.compile(f"(?P<name>.+?)(?P<field>_before)?{_DETAIL}", re.DOTALL)
 _TRAINED = re.compile("reward/(?P<name>.+?)(?P<detail>_std|/missing_rate)?", re.DOTALL)
+_QUOTES = re.compile(r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*"')
+"""A string in JSON."""
 _USED = {"judge", "missing", "pairs", "pairs_accuracy", "pairs_margin"}
 """Keys, without set or reward/, that do not belong to a reward."""
 
@@ -223,11 +225,9 @@ _USED = {"judge", "missing", "pairs", "pairs_accuracy", "pairs_margin"}
 def quoted(name: str) -> str:
     """A reward's name in a key: as it is, or in quotes if one of its keys would read as another's."""
     trained = _TRAINED.fullmatch(f"reward/{name}")
-    plain = trained is not None and trained["name"] == name and '"' not in name and name not in _USED
-    for field, form in _KEYS.items():
-        for detail, end in _DETAILS.items():
-            plain = plain and _parsed(form.format(name) + end) == (name, field, detail)
-    return name if plain else json.dumps(name, ensure_ascii=False)
+    reads = [_parsed(form.format(name) + end)[0] for form in _KEYS.values() for end in _DETAILS]
+    plain = trained and trained["name"] == name and all(read == name for read in reads)
+    return name if plain and '"' not in name and name not in _USED else json.dumps(name, ensure_ascii=False)
 
 
 def keys_of(subjects: Collection[Subject]) -> dict[Subject, str]:
@@ -292,9 +292,8 @@ def subject_of(name: str, rewards: Collection[str] = ()) -> Subject:
     """The subject that a key's name means, beside these rewards."""
     if name == "judge":
         return JUDGE
-    if name.startswith('"'):
-        reward, end = json.JSONDecoder().raw_decode(name)
-        return Subject(reward, _unquoted(name[end + 1 :]))
+    if quotes := _QUOTES.match(name):
+        return Subject(_unquoted(quotes[0]), _unquoted(name[quotes.end() + 1 :]))
     wholes = [reward for reward in rewards if name.startswith(f"{reward}.")]
     if name in rewards or not wholes:
         return Subject(name)
@@ -334,11 +333,12 @@ def _parsed(key: str) -> tuple[str, str, str]:
 
 
 def _unquoted(text: str) -> str:
-    return json.loads(text) if text.startswith('"') else text
+    return str(json.loads(text)) if _QUOTES.fullmatch(text) else text
 
 
 def _estimate(details: Mapping[str, float]) -> Estimate:
     prompts = details.get("prompts", math.nan)
     bounds = Interval(details.get("low", math.nan), details.get("high", math.nan))
     counted = bounds._replace(prompts=None if math.isnan(prompts) else int(prompts))
-    return Estimate(details.get("value", math.nan), details.get("missing", 0.0), counted)
+    missing = float(np.nan_to_num(details.get("missing", 0.0)))
+    return Estimate(details.get("value", math.nan), missing, counted)

@@ -6,12 +6,13 @@ rest of the memory is used for.
     samples: the latents and velocities of a step's trained steps, from the rollout to the update
 
 `certain_bytes` is a lower bound: LoRA, copies of the policy and activations come on top, so a run that would fit is
-never rejected; `--dry-run` tells whether the rest fits.
+never rejected; `--dry-run` tells whether the rest fits. `memory_line` counts the loaded model of this process.
 """
 
 from __future__ import annotations
 
 import math
+import resource
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,9 +33,11 @@ from prefgrpo.parallel.shard import is_sharded, to_local
 from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.sampling import window_range
+from prefgrpo.update.gradients import Gradients
 from prefgrpo.update.policy import Policy
 
 GIB = 2**30
+MIB = 2**20
 
 
 def certain_bytes(config: Config, model: Path, encoders: bool) -> dict[str, int]:
@@ -68,7 +71,7 @@ def _parameters(component: Path) -> int:
 
 
 def check_memory(parts: Mapping[str, int], device: torch.device) -> None:
-    """Raise ConfigError, which names the fields that help, if so many bytes do not fit on a GPU."""
+    """Raise ConfigError, which names the fields that help, if this many bytes do not fit on a GPU."""
     if device.type != "cuda":
         return
     needed = sum(parts.values())
@@ -128,7 +131,7 @@ def sample_bytes(config: Config, latent_shape: Sequence[int], layout: Layout) ->
 
 
 def static_bytes(adapter: Adapter, policy: Policy) -> dict[str, int]:
-    """Bytes per kind on the adapter's device, of sharded tensors those of this process's shard. Weights include
+    """Bytes per kind on the adapter's device; for sharded tensors, those of this process's shard. Weights include
     buffers and the parts of the pipeline that are not trained; all other kinds exist for trained weights only."""
     kind_of_device = adapter.device.type
 
@@ -168,8 +171,8 @@ def kept_attention(config: Config, adapter: Adapter, layout: Layout) -> int:
 
 
 def reduces_once(config: Config, adapter: Adapter, policy: Policy, world: World) -> bool:
-    """Whether an update sums the gradients of sharded weights once, as half of the memory of every GPU holds whole
-    gradients too (`whole_gradients`); the other half is for activations. A run that is resumed decides alike.
+    """Whether an update sums the gradients of sharded weights only once, because half of every GPU's memory can hold
+    whole gradients too (`whole_gradients`); the other half is for activations. A resumed run decides alike.
 
     Never with several denoisers, one of which an update's last backward does not run.
     """
@@ -196,3 +199,26 @@ def attention_limit(config: Config, adapter: Adapter, policy: Policy, world: Wor
     memory = torch.cuda.get_device_properties(world.device).total_memory
     held = held_bytes(config, adapter, policy, world) + once * whole_gradients(policy)
     return max(memory - held, 0) / 4 * config.train.gradient_checkpointing
+
+
+def step_bytes(config: Config, gradients: Gradients, policy: Policy, world: World) -> dict[str, int]:
+    """Bytes per kind that a step holds besides, before activations: its stored samples, and whole gradients."""
+    stored = stored_bytes(config, gradients.adapter.latent_shape(config.rollout), world.layout, world.size)
+    return {"stored samples": stored, "whole gradients": whole_gradients(policy) if gradients.reduce_once else 0}
+
+
+def memory_line(adapter: Adapter, policy: Policy, step: dict[str, int], kept: int = 0) -> str:
+    """`static_bytes`, the bytes of a step and `kept_attention` as one line of text."""
+    parts = static_bytes(adapter, policy) | step
+    total = sum(parts.values())
+    unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
+    listed = " + ".join(f"{kind} {size / unit:.3g}" for kind, size in parts.items() if size)
+    of_blocks = f"; activations include {kept / unit:.3g} {name} of kept attention" if kept else ""
+    return f"memory per process before activations: {listed} = {total / unit:.3g} {name}{of_blocks}"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this process so far: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -119,7 +119,7 @@ def reduced(gathered: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def policy_metrics(rows: list[Tensor], world: World, names: Sequence[str] = METRICS) -> dict[str, float]:
     """Combine rows [update, samples, k, loss, *names] of all ranks: sample-weighted means; the ratio's min, max and
-    std. Where k, the denoising step of a row, is no NaN, also the means of its rows."""
+    std. Where k, the denoising step of a row, is not NaN, also the means of its rows."""
     columns = (*FACTS, *names)
     table = torch.stack(rows).double().cpu().numpy() if rows else np.zeros((0, len(columns)))
     column = dict(zip(columns, world.gather(table).T, strict=True))

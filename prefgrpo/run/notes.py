@@ -1,17 +1,10 @@
-"""What a run prints before its first step: what is trained, on which prompts, the memory that this takes; and what it
-notes once about its steps.
-
-Memory is counted on the loaded model, on this process's device: weights, optimiser, and a step's stored samples.
-Activations, encoded texts and in-process rewards come on top; `prefgrpo train RECIPE --dry-run` prints the real peak.
-"""
+"""Lines that a run prints: before its first step, what is trained and on which prompts; once, notes on its steps."""
 
 from __future__ import annotations
 
-import resource
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch.nn.attention import current_flash_attention_impl
 
 from prefgrpo.config.loading import differences
@@ -23,14 +16,11 @@ from prefgrpo.models.fp8 import Fp8Linear, multiplies_in_fp8
 from prefgrpo.parallel.attention_backend import backend, masked
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.assignment import assign_batches, busy_prompts, busy_share
-from prefgrpo.run.judging import unread_columns
 from prefgrpo.run.measures import MIN_PROMPTS
-from prefgrpo.run.memory import kept_attention, static_bytes, stored_bytes, whole_gradients
+from prefgrpo.run.memory import kept_attention, memory_line, step_bytes
+from prefgrpo.run.rewards import unread_columns
 from prefgrpo.update.gradients import Gradients
 from prefgrpo.update.policy import Policy, learning_rate
-
-GIB = 2**30
-MIB = 2**20
 
 
 def start_notes(
@@ -78,8 +68,8 @@ def sampler_notes(config: Config) -> list[str]:
 
 
 def change_notes(before: Config, now: Config, done: int) -> list[str]:
-    """The values that a resumed run changes after `done` steps, and what its learning rate becomes if it falls; none if
-    nothing changes."""
+    """The values that a resumed run changes after `done` steps, and what its learning rate becomes if it decays; none
+    if nothing changes."""
     changed = differences(before, now)
     notes = [f"changed since: {field} {old} → {new}" for field, (old, new) in changed.items()]
     t = now.train
@@ -92,7 +82,8 @@ def change_notes(before: Config, now: Config, done: int) -> list[str]:
 
 
 def kernel_notes(config: Config, adapter: Adapter, world: World) -> Iterator[str]:
-    """What multiplies weights in fp8; on a GPU: the attention backend that runs, and how many blocks are fused."""
+    """Which kernels multiply weights in fp8; on a GPU, the attention backend that runs, and how many blocks are
+    fused."""
     device = world.device
     if config.fp8_base:
         layers = sum(isinstance(m, Fp8Linear) for net in adapter.modules().values() for m in net.modules())
@@ -138,31 +129,8 @@ def idle_warning(config: Config, dp_size: int) -> str:
     )
 
 
-def step_bytes(config: Config, gradients: Gradients, policy: Policy, world: World) -> dict[str, int]:
-    """Bytes per kind that a step holds besides, before activations: its stored samples, and whole gradients."""
-    stored = stored_bytes(config, gradients.adapter.latent_shape(config.rollout), world.layout, world.size)
-    return {"stored samples": stored, "whole gradients": whole_gradients(policy) if gradients.reduce_once else 0}
-
-
-def memory_line(adapter: Adapter, policy: Policy, step: dict[str, int], kept: int = 0) -> str:
-    """`static_bytes`, the bytes of a step and `kept_attention` as one line of text."""
-    parts = static_bytes(adapter, policy) | step
-    total = sum(parts.values())
-    unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
-    listed = " + ".join(f"{kind} {size / unit:.3g}" for kind, size in parts.items() if size)
-    of_blocks = f"; activations include {kept / unit:.3g} {name} of kept attention" if kept else ""
-    return f"memory per process before activations: {listed} = {total / unit:.3g} {name}{of_blocks}"
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes of this process so far: allocated on the GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def skipped_note(config: Config) -> str:
-    """What to look at after the first update that was skipped."""
+    """Advice after the first skipped update."""
     return (
         "an update was skipped because its gradient was not finite, so no weight changed; look at "
         f"attention ({config.attention}; _native_math excludes a faulty kernel), dtype ({config.dtype}; fp32 excludes "
@@ -171,7 +139,7 @@ def skipped_note(config: Config) -> str:
 
 
 def on_policy_note(config: Config, values: Mapping[str, float], first: bool) -> str:
-    """The on-policy check of a finished step: in a run's first step, or where it is off; '' otherwise."""
+    """The on-policy check of a finished step: in a run's first step, or when it fails; '' otherwise."""
     error = values.get("policy/on_policy_error")
     limit = config.train.clip_range / 10
     if error is None or not values["samples_trained"] or not (first or error > limit):

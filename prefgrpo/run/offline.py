@@ -1,6 +1,6 @@
 """Training on pairs from files: the targets of a step from their verdicts, and the accuracy on held-out pairs.
 
-    implicit reward r = −(d − d_initial)    d = mean_D ‖v − u‖²    right: r_i > r_j for the pair's winner i
+    implicit reward r = −(d − d_initial)    d = mean_D ‖v − u‖²    correct: r_i > r_j for the pair's winner i
 
 A held-out pair has the same DRAWS of (ε, t) at every evaluation, so its accuracy is comparable over steps, and d of
 the initial policy is computed once. Ties are not counted; equal rewards count ½, as before the first step.
@@ -33,14 +33,13 @@ from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import Log
 from prefgrpo.run.measures import Estimate, Interval, interval
 from prefgrpo.run.trackers import MOST_GROUPS, is_shown, show_groups
+from prefgrpo.sde.noise import HELD_OUT_GROUPS
 from prefgrpo.update.endpoint import EndpointGradients
 
 DRAWS = 4
 """Draws of (ε, t) per held-out pair."""
-FIRST_GROUP = 2**52
-"""Number of the first held-out group, which determines its draws: far from those of training."""
 PAIRS = "pairs"
-"""How the report calls who gave the verdicts."""
+"""Name in the report for the source of the verdicts."""
 
 
 def targets_of(groups: Sequence[PairGroup], std: Std = "group", eps: float = 1e-4, ddof: int = 0) -> Targets:
@@ -136,7 +135,7 @@ class HeldOutPairs:
             row: list[float] = []
             for first in range(0, size, step):
                 plan = BatchPlan(0, 0, tuple((0, member) for member in range(first, first + step)), world.dp_index)
-                batch = self.groups.batch(self.groups.pairs[k], plan, FIRST_GROUP + k, 0)
+                batch = self.groups.batch(self.groups.pairs[k], plan, HELD_OUT_GROUPS + k, 0)
                 errors = torch.stack([drawn.error(batch, draw) for draw in range(DRAWS)])
                 row += errors.double().mean(0).tolist()
             found.append((k, row))
@@ -144,8 +143,8 @@ class HeldOutPairs:
         return np.array([of_group[k] for k in range(count)])
 
     def measure(self) -> tuple[Estimate, float]:
-        """(share of the judged pairs that the current weights rank rightly, with its interval over prompts; mean of the
-        winners' rewards minus the losers')."""
+        """(share of the judged pairs that the current weights rank correctly, with its interval over prompts; mean of
+        the winners' rewards minus the losers')."""
         rewards = self.before - self.errors()
         prompts: dict[tuple[object, ...], int] = {}
         rows: list[tuple[int, float]] = []

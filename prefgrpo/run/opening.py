@@ -1,4 +1,4 @@
-"""Opens a run, in one order for training and for `--dry-run`: prompts before this, then the model, its policy, the
+"""Opens a run, in the same order for training and `--dry-run`: prompts before this, then the model, its policy, the
 schedules, the groups of its steps and the gradients; and the weights that `generate`, `evaluate` and `export` name.
 
 Invariant: a value that the model rejects raises a ConfigError that names its field.
@@ -37,8 +37,8 @@ from prefgrpo.run import checkpoint
 from prefgrpo.run.errors import model_errors, refuse, window_errors
 from prefgrpo.run.evaluation import Evaluator, eval_sets
 from prefgrpo.run.folder import RunFolder, run_of
-from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.memory import attention_limit, certain_bytes, check_memory, reduces_once, stored_bytes
+from prefgrpo.run.rewards import makes_clips
 from prefgrpo.run.source import Source
 from prefgrpo.run.writer import Writer
 from prefgrpo.update.endpoint import EndpointGradients
@@ -154,7 +154,7 @@ def garbage_frozen() -> Iterator[None]:
     """Context in which Python's garbage collector ignores all objects that existed on entry.
 
     After importing torch, diffusers and transformers there are half a million, and a full collection visits each.
-    Processes collect at different times, and every time all others wait.
+    Processes collect at different times, and each time all the others wait.
     """
     gc.collect()
     gc.freeze()

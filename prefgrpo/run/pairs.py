@@ -1,7 +1,7 @@
 """A run's judged groups as pairs to train on: written by the tracker `pairs`, and read from a run's folder.
 
 With the tracker, RUN/pairs has every judged group: its images as lossless WebP, and a table GROUP.jsonl with a row per
-judging reward, in the format of `data.pair_rows`. Without it, the few groups of the report are all that a run keeps.
+judging reward, in the format of `data.pair_rows`. Without it, a run keeps only the few groups of its report.
 Invariant: a group's files depend only on its number, so a run that repeats steps replaces theirs.
 """
 
@@ -91,9 +91,8 @@ def _store(folder: RunFolder, step: int, scores: StepScores) -> None:
         shown = {"samples": [file.name for file in files]}
         if sources:
             shown["source_image"] = [file.name for file in sources]
-        rows = [
-            _row(step, name, games[k], samples[0]) | shown for name, games in scores.games.items() if games[k, 1].any()
-        ]
+        judged = {name: of_groups[k] for name, of_groups in scores.comparisons.items() if of_groups[k, 1].any()}
+        rows = [_row(step, name, comparisons, samples[0]) | shown for name, comparisons in judged.items()]
         if rows:
             media = [*(sample.media for sample in samples), *samples[0].source]
             for file, image in zip([*files, *sources], media, strict=True):
@@ -101,9 +100,9 @@ def _store(folder: RunFolder, step: int, scores: StepScores) -> None:
             write_atomic(folder.pair_table(group), "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _row(step: int, reward: str, games: Any, sample: Sample) -> dict[str, Any]:
-    """A group's verdicts and prompt. games: [2, n, n] sums and numbers of verdicts; sample: one of the group's."""
-    sums, counts = games
+def _row(step: int, reward: str, comparisons: Any, sample: Sample) -> dict[str, Any]:
+    """Verdicts and prompt of a group. comparisons: [2, n, n] sums and numbers of verdicts; sample: one of the group."""
+    sums, counts = comparisons
     wins = (sums / np.maximum(counts, 1)).astype(object)
     wins[counts == 0] = None
     own = {name: value for name, value in sample.meta.items() if isinstance(value, (str, int, float, bool))}

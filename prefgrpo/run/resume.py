@@ -29,7 +29,7 @@ from prefgrpo.models.weights import locate_lora
 from prefgrpo.rewards import PYTHON, load_class
 from prefgrpo.run.checkpoint import CheckpointError, read_meta
 from prefgrpo.run.folder import RunFolder
-from prefgrpo.run.judging import pairwise_templates
+from prefgrpo.run.rewards import pairwise_templates
 
 MAY_CHANGE = (
     "output", "name", "trackers", "data.cache", "offload",

@@ -43,10 +43,10 @@ class Judged:
 
     rewards: NDArray[np.float64]
     """[n, G, R + K], the sub-scores last."""
-    games: NDArray[np.float64]
-    """[n, 2, G, G], wins and counts of the verdicts; rewards count by their weights."""
     comparisons: NDArray[np.float64]
-    """[R, 4]: asked, without a verdict, lowest and highest P(first)."""
+    """[n, 2, G, G], wins and counts of the answers about pairs; rewards count by their weights."""
+    asked: NDArray[np.float64]
+    """[R, 4]: pairs asked about, of these without an answer, lowest and highest P(first)."""
     distances: NDArray[np.float64]
     """[n], of the group's images."""
     reasons: dict[str, int]
@@ -84,8 +84,8 @@ class StepTargets:
         columns = self.world.in_slot_order([judged.rewards for judged in everyone])
         columns = columns.reshape(-1, columns.shape[-1])
         rewards = columns[:, : len(weights)]
-        games = self.world.in_slot_order([judged.games for judged in everyone])
-        wins, pair_counts = torch.from_numpy(games).unbind(1)
+        comparisons = self.world.in_slot_order([judged.comparisons for judged in everyone])
+        wins, pair_counts = torch.from_numpy(comparisons).unbind(1)
         shares = self._missing_shares(step, rewards, everyone)
         trained = np.array(list(weights.values())) != 0
         has_rewards = torch.from_numpy(~np.isnan(rewards[:, trained]).any(1)).view(-1, group_size)
@@ -102,7 +102,7 @@ class StepTargets:
             reason = "advantage.combine has no finite value for these rewards"
             self.log.missing(f"step {step}", Counter({reason: uncombined}))
             shares["reward/missing"] = 1.0 - float(has_advantage.float().mean())
-        self._check_information(step, np.stack([judged.comparisons for judged in everyone]))
+        self._check_information(step, np.stack([judged.asked for judged in everyone]))
         targets = Targets(advantage, wins.float(), pair_counts.float(), has_advantage)
         every_distance = self.world.in_slot_order([judged.distances for judged in everyone])
         return targets, reward_metrics(list(weights), rewards, group_size) | shares | {
@@ -119,23 +119,23 @@ class StepTargets:
             columns = sum(map(len, self._parts.values()))
             sub_scores = part_table(scores.scores, self._parts).reshape(count, size, columns)
             rewards = np.concatenate([rewards, sub_scores], axis=-1)
-        games = np.zeros((count, 2, size, size))
+        comparisons = np.zeros((count, 2, size, size))
         for name, weight in self.weights.items():
-            if weight > 0 and name in scores.games:
-                games += weight * scores.games[name]
-        comparisons = []
+            if weight > 0 and name in scores.comparisons:
+                comparisons += weight * scores.comparisons[name]
+        asked = []
         for name in self.weights:
-            verdicts = [v.first for group in scores.verdicts.get(name, ()) for v in group.values()]
-            known = np.array([p for p in verdicts if p is not None])
+            found = [answer.value for group in scores.answers.get(name, ()) for answer in group.values()]
+            known = np.array([p for p in found if p is not None])
             low = known.min(initial=np.inf)
             high = known.max(initial=-np.inf)
-            comparisons.append((len(verdicts), verdicts.count(None), low, high))
-        table = np.array(comparisons, np.float64)
-        return Judged(rewards, games, table, distances, scores.reasons, scores.metrics)
+            asked.append((len(found), found.count(None), low, high))
+        table = np.array(asked, np.float64)
+        return Judged(rewards, comparisons, table, distances, scores.reasons, scores.metrics)
 
     def _missing_shares(self, step: int, rewards: NDArray[np.float64], everyone: Sequence[Judged]) -> dict[str, float]:
         """Shares of missing rewards and comparisons, whose reasons are logged. Raises RewardsMissing."""
-        counts = np.stack([judged.comparisons[:, :2] for judged in everyone]).sum(0)
+        counts = np.stack([judged.asked[:, :2] for judged in everyone]).sum(0)
         shares = missing_shares(rewards, np.array(list(self.weights.values())), counts)
         reasons = sum((Counter(judged.reasons) for judged in everyone), Counter[str]())
         self.log.missing(f"step {step}", reasons)
@@ -143,14 +143,14 @@ class StepTargets:
             self.log.once(f"WARNING: step {step}: {warning}", kind="many missing")  # step lines show their share
         return shares
 
-    def _check_information(self, step: int, comparisons: NDArray[np.float64]) -> None:
+    def _check_information(self, step: int, asked: NDArray[np.float64]) -> None:
         """Warn if all verdicts of a step are the same; raise NoInformation after PATIENCE_STEPS such steps in a row.
 
-        comparisons: [shares, R, 4], as in `Judged`.
+        asked: [shares, R, 4], as in `Judged`.
         """
         for k, (name, weight) in enumerate(self.weights.items()):
-            asked, missing, lows, highs = comparisons[:, k].T
-            count = asked.sum() - missing.sum()
+            pairs, missing, lows, highs = asked[:, k].T
+            count = pairs.sum() - missing.sum()
             low = lows.min()
             high = highs.max()
             if not weight or count < MIN_VERDICTS:

@@ -99,13 +99,13 @@ class WandB:
 
 
 def is_shown(config: Config, step: int) -> bool:
-    """Whether groups of a step are shown: of the first, the last, and those with an evaluation."""
+    """Whether groups of a step are shown: the first step, the last, and those with an evaluation."""
     return step in (1, config.train.steps) or step % (config.eval.every or 50) == 0
 
 
 def show_groups(config: Config, step: int, scores: StepScores, log: Log) -> None:
-    """On rank 0, store a few judged groups for the report, and send some to the trackers: of the first and the last
-    step, and of those with an evaluation. With the tracker `pairs`, every rank also stores all judged ones."""
+    """On rank 0, store a few judged groups for the report, and send some to the trackers, at the first and the last
+    step and at those with an evaluation. With the tracker `pairs`, every rank also stores all judged ones."""
     if PAIRS in config.trackers:
         store(log.folder, step, scores, log.writer)
     if log.active and scores.samples and is_shown(config, step):
@@ -133,8 +133,8 @@ def save_groups(file: Path, scores: StepScores, writer: Writer) -> None:
     """Store images, wins, counts, win rates, prompts and sources (as the model saw them) of judged groups, on the
     writer's thread; nothing without judged groups."""
     judged = [
-        ([members[m] for m in sorted(members)], (*scores.games[name][k], scores.values[name][k]))
-        for name in scores.games
+        ([members[m] for m in sorted(members)], (*scores.comparisons[name][k], scores.values[name][k]))
+        for name in scores.comparisons
         for k, members in enumerate(scores.samples.values())
     ][:MOST_GROUPS]
     if not judged:

@@ -14,6 +14,8 @@ from torch import Tensor
 from prefgrpo.ops import philox_normal
 
 INITIAL_STEP = -1
+HELD_OUT_GROUPS = 2**52
+"""First group number of held-out pairs, whose draws are then far from those of training."""
 GENERATED_IDS = 2**61
 """First sample id of `prefgrpo generate`: training counts from 0, and no run gets this far."""
 EVALUATION_IDS = 2**62

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.file_names import Generated
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
-from prefgrpo.rewards.base import Score
 
 SampleFile = tuple[Prompt, int, Path]
 """(prompt, index of the sample, file to write it to)"""
@@ -135,12 +135,12 @@ class Suite(ABC):
     def write_other_files(self, files: Sequence[SampleFile], out: Path) -> None:  # noqa: B027  (often none)
         """Write the layout's files other than the samples."""
 
-    def results(self, files: Sequence[Generated], scores: Sequence[Score], options: Mapping[str, Any]) -> Results:
+    def results(self, files: Sequence[Generated], scores: Sequence[Answer], options: Mapping[str, Any]) -> Results:
         """Tables from the scores of `reward`."""
         raise TypeError(f"{type(self).__name__} has no reward")
 
     def write_scores(  # noqa: B027  (most suites' tools do not read external scores)
-        self, files: Sequence[Generated], scores: Sequence[Score], out: Path
+        self, files: Sequence[Generated], scores: Sequence[Answer], out: Path
     ) -> None:
         """Write scores in the format of the suite's own tools."""
 
@@ -149,7 +149,7 @@ class Suite(ABC):
         raise DataError(f"--results: {path}: {self.title} is scored here; expected no results of its own tools")
 
 
-def problems(files: Sequence[Generated], scores: Sequence[Score], depth: int = 2) -> list[str]:
+def problems(files: Sequence[Generated], scores: Sequence[Answer], depth: int = 2) -> list[str]:
     """One line per file without a score, with its path below the output folder, which has `depth` parts."""
     missing = [(g.file.parts[-depth:], s.reason) for g, s in zip(files, scores, strict=True) if s.value is None]
     return [f"{'/'.join(parts)}: {reason}" for parts, reason in missing]

@@ -17,9 +17,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, Json, StrictBool, TypeAdapter
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.file_names import Generated
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.rewards.base import Score
 from prefgrpo.rewards.geneval import TAGS
 from prefgrpo.suites.base import Results, SampleFile, Suite, check, mean, problems, read_text, rows_by_name
 
@@ -65,7 +65,7 @@ class GenEval(Suite):
             row = json.dumps({**prompt.meta, "prompt": prompt.text})
             (out / _folder(prompt) / "metadata.jsonl").write_text(row, encoding="utf-8")
 
-    def results(self, files: Sequence[Generated], scores: Sequence[Score], options: Mapping[str, Any]) -> Results:
+    def results(self, files: Sequence[Generated], scores: Sequence[Answer], options: Mapping[str, Any]) -> Results:
         """From the verdicts of the reward `geneval`."""
         rows = [(g.prompt.meta["tag"], g.prompt.text, s.value) for g, s in zip(files, scores, strict=True)]
         detector = str(options.get("detector", "prefgrpo.rewards.detectors:Transformers"))

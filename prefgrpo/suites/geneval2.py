@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.file_names import Generated, file_name
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.rewards.base import Score
 from prefgrpo.suites.base import Results, SampleFile, Suite, asked_by, mean, problems, rows_by_name
 
 
@@ -44,7 +44,7 @@ class GenEval2(Suite):
         first = {prompt.text: str(file.resolve()) for prompt, number, file in files if number == 0}
         (out / "images.json").write_text(json.dumps(first, indent=1), encoding="utf-8")
 
-    def results(self, files: Sequence[Generated], scores: Sequence[Score], options: Mapping[str, Any]) -> Results:
+    def results(self, files: Sequence[Generated], scores: Sequence[Answer], options: Mapping[str, Any]) -> Results:
         """From the answers of the reward `soft_tifa`."""
         answers: list[tuple[str, float | None]] = []
         images: list[tuple[str, float | None]] = []

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.file_names import Generated, file_name
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.rewards.base import Score
 from prefgrpo.rewards.unigenbench import points_of
 from prefgrpo.suites.base import Results, Suite, asked_by, mean, problems, rows_by_name
 
@@ -45,7 +45,7 @@ class UniGenBench(Suite):
         """images/INDEX_K.png"""
         return Path("images", file_name(prompt, number, "unigenbench", ending))
 
-    def results(self, files: Sequence[Generated], scores: Sequence[Score], options: Mapping[str, Any]) -> Results:
+    def results(self, files: Sequence[Generated], scores: Sequence[Answer], options: Mapping[str, Any]) -> Results:
         """The table of all marks."""
         marks = [mark for g, s in zip(files, scores, strict=True) for mark in marks_of(g.prompt, s)]
         unparsed = sum(s.value is None for s in scores)
@@ -53,7 +53,7 @@ class UniGenBench(Suite):
         by = f"Marked by a served judge with {asked}. {len(files) - unparsed} of {len(files)} images have marks."
         return table(by, marks, problems(files, scores))
 
-    def write_scores(self, files: Sequence[Generated], scores: Sequence[Score], out: Path) -> None:
+    def write_scores(self, files: Sequence[Generated], scores: Sequence[Answer], out: Path) -> None:
         """Write results.csv in the format of the suite's eval/, for eval/src/calculate_score.py."""
         with (out / "results.csv").open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
@@ -65,7 +65,7 @@ class UniGenBench(Suite):
                 rows.writerow([g.prompt.meta["index"], g.prompt.text, str(names), s.raw, result, str(g.file)])
 
 
-def marks_of(prompt: Prompt, score: Score) -> list[Mark]:
+def marks_of(prompt: Prompt, score: Answer) -> list[Mark]:
     """The marks of an image, all None if its reply could not be parsed; empty if its test points could not."""
     try:
         names = points_of(prompt.meta).names

@@ -40,7 +40,7 @@ RANKS = ("right", "pairs", "margin")
 
 @dataclass(frozen=True)
 class EndpointGradients(Gradients):
-    """Those of an endpoint objective, a draw per forward."""
+    """Gradients of an endpoint objective, one draw per forward."""
 
     objective: EndpointObjective
     old: WeightsContext = field(kw_only=True)
@@ -153,7 +153,7 @@ class EndpointGradients(Gradients):
             if not batch.padding:
                 table.index_copy_(0, batch.rows(size).to(table.device, non_blocking=True), rows)
         if not self._batches_are_groups:
-            self.world.maximum_(table)  # of errors, and of 0 on the ranks that do not have the sample
+            self.world.maximum_(table)  # over errors, and 0 on the ranks that do not have the sample
         error, reference_error = table.view(groups, size, 2).unbind(2)
         error = error.clone().requires_grad_()
         with torch.enable_grad():

@@ -49,7 +49,7 @@ class Gradients(ABC):
         """Accumulate gradients of this process's batches; returns one row [update, samples, k, loss, *metrics] per
         forward (`backward`).
 
-        samples: number in the whole update, over all processes (`Objective.samples_per_group` per group).
+        samples: their number in the whole update, over all processes (`Objective.samples_per_group` per group).
         """
 
     def backward(

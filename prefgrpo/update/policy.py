@@ -25,9 +25,9 @@ FUSED_ON = ("cuda",)
 
 def learning_rate(train: TrainConfig, position: int) -> float:
     """Learning rate of the update at a position in the run, step · updates_per_rollout + its number in the step, both
-    from 0: linear warm-up, then constant, or falling to 0 at the end of the run, in wsd not before its half.
+    from 0: linear warm-up, then constant, or decaying to 0 at the end of the run, with wsd in its second half.
 
-    Updates that are not made, because nothing was to be learnt or a gradient was not finite, do not delay it.
+    Updates that are not made, because there was nothing to learn or a gradient was not finite, do not delay it.
     """
     if position < train.warmup_steps:
         return train.lr * ((position + 1) / train.warmup_steps)
@@ -72,7 +72,7 @@ class Policy:
             betas=(0.9, train.beta2),
             weight_decay=train.weight_decay,
         )
-        for p in self.params:  # as AdamW itself does in its first step; a checkpoint is read into these
+        for p in self.params:  # as AdamW does in its first step; a checkpoint is read into these
             self.optimizer.state[p] = {
                 "step": torch.zeros((), device=p.device if _fused([p]) else "cpu"),
                 "exp_avg": torch.zeros_like(p),

@@ -97,7 +97,7 @@ class Throughput:
         counted = config.dtype == "bf16" and not config.compile and config.attention in COUNTED
         self._peak = peak(world.device) if counted else None
         self.per_sample: dict[str, float] = {}
-        """Of "rollout", "reference" and "update": FLOP per sample, summed over the context-parallel processes."""
+        """FLOP per sample of "rollout", "reference" and "update", summed over the context-parallel processes."""
 
     @contextmanager
     def counting(self, kind: str, samples: int) -> Iterator[None]:
@@ -114,7 +114,7 @@ class Throughput:
         self.per_sample[kind] = counter.total * context / samples
 
     def metrics(self, generated: int, trained: int, seconds: float) -> dict[str, float]:
-        """Of a step of all processes: images or clips per second, and MFU where it can be known."""
+        """Images or clips per second of a step over all processes, and MFU where it is known."""
         unit = "images" if self._adapter.frames(self._config.rollout) is None else "clips"
         out = {f"time/{unit}_per_s": generated / seconds}
         known = "rollout" in self.per_sample and ("update" in self.per_sample or not trained)

@@ -34,8 +34,8 @@ def replay(
 ) -> Replayed:
     """Log-prob [B] of a stored transition.
 
-    condition: of the B samples. kl: 'flow_grpo' multiplies the KL by the step's |Δσ| (train.kl_form). The KL needs the
-    reference policy's velocity in the transition; GRPO-Guard's log-ratio needs the velocity of the policy that
+    condition: that of the B samples. kl: 'flow_grpo' multiplies the KL by the step's |Δσ| (train.kl_form). The KL needs
+    the reference policy's velocity in the transition; GRPO-Guard's log-ratio needs the velocity of the policy that
     generated it. Gradients flow only through the velocity.
     """
     k = transition.k
@@ -51,13 +51,13 @@ def replay(
 
 @dataclass(frozen=True)
 class TrajectoryGradients(Gradients):
-    """Those of a trajectory objective. With train.kl_coef, `with_reference` comes first."""
+    """Gradients of a trajectory objective. With train.kl_coef, `with_reference` comes first."""
 
     objective: TrajectoryObjective
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Those of the objective."""
+        """Metrics of the objective."""
         return self.objective.metrics
 
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:

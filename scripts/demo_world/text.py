@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import Question, Reward, Sample
 
 CELL = 16
 CELLS = 4
@@ -167,19 +168,19 @@ def report(images: Tensor, texts: Sequence[str]) -> str:
     return f"all right {words.float().mean():.3f} (letters {letters.mean():.3f}) unreadable cells {unreadable:.3f}"
 
 
-class Letters(PointwiseReward):
+class Letters(Reward):
     """Share of the requested letters in their cells, by template matching; part `all`: whether all are."""
 
     probe: ClassVar[dict[str, Any]] = {"prompt": prompt("CAB")}
 
-    def score_batch(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample; missing if its prompt or size belongs to another world."""
-        return [self._score_one(sample) for sample in samples]
+    def ask(self, asked: list[Question]) -> list[Answer]:
+        """One answer per sample; missing if its prompt or size belongs to another world."""
+        return [self._score_one(sample) for (sample,) in asked]
 
-    def _score_one(self, sample: Sample) -> Score:
+    def _score_one(self, sample: Sample) -> Answer:
         image = torch.from_numpy(np.ascontiguousarray(sample.media.pixels)).permute(2, 0, 1)[None].float() / 255.0
         try:
             letters, words = hits(image, [sample.prompt])
         except ValueError as error:
-            return Score(None, str(error))
-        return Score(float(letters[0]), parts={"all": float(words[0])})
+            return Answer(None, str(error))
+        return Answer(float(letters[0]), parts={"all": float(words[0])})

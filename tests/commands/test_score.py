@@ -292,14 +292,15 @@ def test_the_reward_gets_the_frame_rate_of_the_file(tmp_path):
 
 
 RATE = """
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import Reward
 
 
-class Rate(PointwiseReward):
+class Rate(Reward):
     takes = ("video",)
 
-    def score_batch(self, samples):
-        return [Score(sample.media.frame_rate) for sample in samples]
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
+        return [Answer(sample.media.frame_rate) for sample in samples]
 """
 
 

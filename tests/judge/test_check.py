@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from judge_server import MODEL, JudgeServer, text_of
+from pair_questions import asker
 from PIL import Image
 from tiny_run import merged, ranks, recipe, rows, train
 
@@ -15,10 +16,9 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.tables import DataError
 from prefgrpo.judge import check as check_module
 from prefgrpo.judge.check import check
-from prefgrpo.judge.client import HttpJudge
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.human_pairs import agreement, read_pairs
 from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped_templates
-from prefgrpo.judge.verdict import JudgeError
 
 # ---- judge check ----------------------------------------------------------------------------------------------------
 
@@ -87,13 +87,13 @@ def test_judge_check_names_the_fault(template, fault, capsys):
 def test_a_bad_server_of_two_is_named():
     good, bad = (Server("compare", decide) for decide in (lambda wins, rng: wins, lambda wins, rng: 0))
     with good, bad:
-        health = check(HttpJudge(JudgeConfig((good.url, bad.url))), known_answers=True)
+        health = check(*asker(JudgeConfig((good.url, bad.url))), known_answers=True)
         lines = "\n".join(health.rows)
         assert f"{good.url}: known answers: 8 of 8 pairs right" in lines
         assert f"{bad.url}: known answers: 0 of 8" in lines
         assert f"{bad.url}: '{MODEL}' always answers the same" in health.alarm and good.url not in health.alarm
         bad.answer = lambda bright, text: {"Yes": 0.9, "No": 0.1}
-        assert "known" not in "".join(check(HttpJudge(JudgeConfig((bad.url,)), "consistency"), known_answers=True).rows)
+        assert "known" not in "".join(check(*asker(JudgeConfig((bad.url,)), "consistency"), known_answers=True).rows)
 
 
 # ---- people's preferences --------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_agreement_with_people(people, capsys):
         assert lines[1].startswith("accuracy: 0.750 [0.301, 0.954]")
         assert lines[2].startswith("order inconsistency: 0.000 [0.000, 0.434]")
     with Server("compare", lambda wins, rng: 1) as server:  # always the first: each pair is right in one order
-        lines = agreement(HttpJudge(JudgeConfig((server.url,)), "compare"), read_pairs(people))
+        lines = agreement(*asker(JudgeConfig((server.url,)), "compare"), read_pairs(people))
         assert lines[1].startswith("accuracy: 0.500") and lines[2].startswith("order inconsistency: 1.000")
 
 
@@ -127,7 +127,7 @@ def test_pairs_without_a_verdict_are_left_out_and_counted(people):
     (people.parent / "dark.png").write_bytes(b"no image")
     people.write_text(people.read_text() + "p,bright.png,bright.png,tie\n")
     with Server("compare", lambda wins, rng: wins) as server:
-        lines = agreement(HttpJudge(JudgeConfig((server.url,)), "compare"), read_pairs(people))
+        lines = agreement(*asker(JudgeConfig((server.url,)), "compare"), read_pairs(people))
     assert lines[0].startswith("pairs: 1 of 6") and lines[1].startswith("accuracy: –")
     assert lines[-1].startswith("WARNING: 10 of 12 questions have no verdict, the first:") and "dark.png" in lines[-1]
     for row, text in {

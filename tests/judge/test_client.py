@@ -13,13 +13,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from judge_server import JudgeServer, images, text_of, until
+from pair_questions import asker
 from PIL import Image
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.check import Shape, check
-from prefgrpo.judge.client import HttpJudge, JudgeClient, shared_client
+from prefgrpo.judge.client import HttpJudge, open_judge
+from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.judge.request import encode
 from prefgrpo.judge.template import Shown, load_template
 from prefgrpo.rewards import build
@@ -50,11 +52,11 @@ def server():
 
 def ask(client, template, values, media, source=(), once=False):
     """Future of the client's answer to one question."""
-    return client.run(client.answer(template, values, media, source, once))
+    return loop_thread().submit(client.ask(template, values, media, source, once))
 
 
 def client(server, **changes):
-    made = JudgeClient(JudgeConfig(endpoints=(server.url,), timeout_s=5, **changes))
+    made = HttpJudge(JudgeConfig(endpoints=(server.url,), timeout_s=5, **changes))
     made.pool.retries = 1
     return made
 
@@ -67,7 +69,7 @@ def test_texts_by_name_and_pictures_in_their_places(template, server):
     server.answer = lambda bright, text: " ".join(f"{255 * b:.0f}" for b in bright) + READABLE
     values = {"prompt": "{criterion} {media_1}", "criterion": "{prompt}"}
     answer = ask(client(server, image_format="png"), asked, values, media([10, 20]), media([30, 40, 50])).result(10)
-    assert answer.raw == f"30 40 50 10 20{READABLE}" and answer.reason == "" and answer.first is None
+    assert answer.raw == f"30 40 50 10 20{READABLE}" and answer.reason == "" and answer.value is None
     body = server.requests[0]
     assert text_of(body) == "By {prompt}:  then ,  for {criterion} {media_1}, {prompt}"
     kinds = [p["type"] for p in body["messages"][0]["content"]]
@@ -105,14 +107,15 @@ def test_a_shared_question_survives_those_who_leave(template, server):
 
 def test_judges_with_the_same_servers_share_a_client(server):
     config = JudgeConfig((server.url,), timeout_s=5.0)
-    assert HttpJudge(config).client is HttpJudge(config, "think").client is shared_client(replace(config))
-    assert HttpJudge(replace(config, timeout_s=6.0)).client is not shared_client(config)
+    one = open_judge(config)
+    assert one is open_judge(replace(config)) is open_judge({"endpoints": [server.url], "timeout_s": 5.0})
+    assert one is not open_judge(replace(config, timeout_s=6.0)) and one is open_judge(one)
 
 
 @pytest.mark.parametrize("image_format", ["jpeg", "webp", "png"])
 def test_every_format_names_the_same_winner(server, image_format):
     """Also without a prompt."""
-    assert judge(server.url, image_format=image_format).submit("", *media([40, 200])).result(30).first < 0.1
+    assert judge(server.url, image_format=image_format).submit("", *media([40, 200])).result(30).value < 0.1
 
 
 # ---- odd media -------------------------------------------------------------------------------------------------------
@@ -136,8 +139,7 @@ def test_media_without_pixels_or_frames_are_missing(server, shape):
     result, requests = scored(server, [good[0], empty, good[1]])
     values = result.values["vlm_pairwise"][0]
     assert requests == 2 and np.isnan(values[1]) and values[0] < 0.1 and values[2] > 0.9
-    reason = f"an image could not be encoded (ValueError: it has no {'frames or ' if empty.clip else ''}pixels"
-    assert reason in next(iter(result.reasons)) and str(shape) in next(iter(result.reasons))
+    assert result.reasons == {f"vlm_pairwise: the image or clip has no pixels: {list(shape)}": 4}
     assert result.metrics["judge/failures"] == 4
 
 
@@ -153,7 +155,7 @@ def test_an_image_of_50_million_pixels_is_made_smaller_in_bounded_memory(server)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     pair = [Media(np.broadcast_to(np.full((1, 1, 3), level, np.uint8), (7071, 7071, 3))) for level in (40, 200)]
     verdicts = judge(server.url, timeout_s=20.0).judge_group("p", pair, [(0, 1), (1, 0)])
-    assert [v.first > 0.5 for v in verdicts] == [False, True] and server.bytes_in < 1 << 20
+    assert [v.value > 0.5 for v in verdicts] == [False, True] and server.bytes_in < 1 << 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "in KiB; two 150 MB images in memory"
 
 
@@ -188,5 +190,5 @@ def test_frames_and_pixels_are_options_of_the_reward(server):
     config = JudgeConfig((server.url,))
     asked = Shape(40, 40, 3)
     server.requests.clear()
-    check(HttpJudge(config, shown=Shown(3, 400)), clips=True, shape=asked)
+    check(*asker(config, shown=Shown(3, 400)), clips=True, shape=asked)
     assert len(images(server.requests[0])) == 6

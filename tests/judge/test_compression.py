@@ -46,7 +46,7 @@ def test_a_judge_behind_a_proxy_that_compresses_is_read(encoding):
         server.encoding = encoding
         server.write = WRITE[encoding]
         dark, bright = ask(judge(server.url, timeout_s=5.0))
-        assert dark.first < 0.1 and bright.first > 0.9
+        assert dark.value < 0.1 and bright.value > 0.9
         server.fault = "400"
         missing(ask(judge(server.url, timeout_s=5.0)), "At most 1 image")
 

@@ -21,14 +21,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from judge_server import MODEL, JudgeServer, _error, _zipped, completion, free_port, images, until
+from pair_questions import asker
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import http
 from prefgrpo.judge.check import Shape, check
-from prefgrpo.judge.client import HttpJudge
-from prefgrpo.judge.pairs import both_orders
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.http import JudgeError
+from prefgrpo.rewards.pairs import both_orders
 
 FAST = {"timeout_s": 1.0, "deadline_s": 2.0}
 LEVELS = (20, 60, 100, 140, 180, 220)
@@ -41,8 +41,8 @@ def media(levels):
 
 
 def judge(*urls, retries=2, template="compare", **changes):
-    made = HttpJudge(JudgeConfig(endpoints=urls, **{**FAST, **changes}), template)
-    made.client.pool.retries = retries
+    made = asker(JudgeConfig(endpoints=urls, **{**FAST, **changes}), template)
+    made.judge.pool.retries = retries
     return made
 
 
@@ -54,11 +54,11 @@ def ask(j, count=1):
 def right(j, levels=LEVELS, pairs=PAIRS):
     """For each pair of a new prompt, which may prefer another server, whether the verdict is present and correct."""
     verdicts = j.judge_group(f"p {next(NUMBERS)}", media(levels), pairs)
-    return [v.first is not None and (v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, pairs, strict=True)]
+    return [v.value is not None and (v.value > 0.5) == (a > b) for v, (a, b) in zip(verdicts, pairs, strict=True)]
 
 
 def missing(verdicts, reason):
-    assert [v.first for v in verdicts] == [None] * len(verdicts)
+    assert [v.value for v in verdicts] == [None] * len(verdicts)
     assert all(reason in v.reason for v in verdicts), verdicts[0].reason
 
 
@@ -100,7 +100,7 @@ def test_a_fault(fault):
         if requests != 1 and fault != "sick":  # the fault is transient
             bad.count = 2
             dark_first, bright_first = ask(judge(bad.url, retries=5, deadline_s=10))
-            assert dark_first.first < 0.1 and bright_first.first > 0.9
+            assert dark_first.value < 0.1 and bright_first.value > 0.9
         if mends:  # one of two servers stays faulty and must not attract the requests
             bad.count, seen = -1, len(bad.requests)
             assert all(right(judge(bad.url, good.url, concurrency=4, retries=5, deadline_s=60.0)))
@@ -118,7 +118,7 @@ def test_a_reply_without_end_costs_little_memory(fault, reason):
 def test_a_server_that_asks_for_centuries_is_left_alone_for_the_patience():
     with JudgeServer("429 Fri, 31 Dec 9999 23:59:59 GMT", count=1) as server:
         start = time.monotonic()
-        assert ask(judge(server.url))[1].first > 0.9 and 1.5 <= time.monotonic() - start < 10
+        assert ask(judge(server.url))[1].value > 0.9 and 1.5 <= time.monotonic() - start < 10
 
 
 # ---- the check at the start ------------------------------------------------------------------------------------------
@@ -160,14 +160,14 @@ class Short(JudgeServer):
 
 def test_the_check_asks_a_question_of_the_runs_shape():
     with Short() as server:
-        asked = HttpJudge(JudgeConfig((server.url,)))
-        check(asked, shape=Shape(64, 64))
+        asked = asker(JudgeConfig((server.url,)))
+        check(*asked, shape=Shape(64, 64))
         for shape, advice in (
             (Shape(512, 512, prompt="x" * 100_000), r"400: .*512×512 .* serve it with a larger --max-model-len"),
             (Shape(64, 64, frames=8), r"8 frames .* --limit-mm-per-prompt"),
         ):
             with pytest.raises(JudgeError, match=advice):
-                check(asked, shape=shape)
+                check(*asked, shape=shape)
 
 
 @pytest.mark.parametrize("template", ["compare", "edit_pairwise"])
@@ -177,11 +177,11 @@ def test_a_judge_that_thinks_although_it_should_not_is_told_by_name(template):
         if template == "edit_pairwise":
             server.answer = lambda bright, text: "<think>so</think>Edited image 1 is better."
             assert f"'{MODEL}' thinks before it answers" in "\n".join(
-                check(HttpJudge(JudgeConfig((server.url,)), template)).rows
+                check(*asker(JudgeConfig((server.url,)), template)).rows
             )
         else:
             with pytest.raises(JudgeError, match=rf"'{MODEL}' .* begins to think .*enable_thinking"):
-                check(HttpJudge(JudgeConfig((server.url,))))
+                check(*asker(JudgeConfig((server.url,))))
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -203,24 +203,24 @@ def test_the_check_says_what_is_wrong(name, monkeypatch):
         endpoints = options.get("endpoints", (server.url,))
         endpoints = (urls[endpoints],) if isinstance(endpoints, str) else endpoints
         with pytest.raises(JudgeError, match=f"(?s){message}") as error:
-            check(HttpJudge(JudgeConfig(**{**options, "endpoints": endpoints})), wait_s=1.0)
+            check(*asker(JudgeConfig(**{**options, "endpoints": endpoints})), wait_s=1.0)
         assert "hunter2" not in str(error.value)
 
 
 def test_the_check_waits_out_a_burst_of_503():
     with JudgeServer("503", count=3) as server:
-        check(HttpJudge(JudgeConfig((server.url,))))
+        check(*asker(JudgeConfig((server.url,))))
 
 
 def test_the_check_asks_every_server_and_tells_the_position_bias():
     with JudgeServer("404") as bad, JudgeServer("contradict") as good:
-        summary = "\n".join(check(HttpJudge(JudgeConfig((bad.url, good.url))), known_answers=True).rows)
+        summary = "\n".join(check(*asker(JudgeConfig((bad.url, good.url))), known_answers=True).rows)
         assert f"{bad.url}: '{MODEL}' gave no verdict on a probe pair: " in summary
         assert f"{good.url}: ok, serves {MODEL}" in summary
         assert f"0 of 8 pairs right, mean P(first) over both orders {1 / (1 + np.exp(-3)):.3f}" in summary
         good.fault = ""
         good.delay_s = 0.6
-        check(HttpJudge(JudgeConfig((good.url,))), wait_s=0.3)  # the wait for a server is no limit of an answer
+        check(*asker(JudgeConfig((good.url,))), wait_s=0.3)  # the wait for a server is no limit of an answer
 
 
 # ---- addresses and connections ---------------------------------------------------------------------------------------
@@ -240,13 +240,13 @@ def test_a_key_is_sent_and_one_that_is_refused_in_the_middle_pauses(key, monkeyp
         server.key = "secret"
         missing(ask(judge(server.url, model=MODEL, deadline_s=1)), "lists no model: /v1/models answered 401")
         with_key = judge(server.url, api_key_env="RIGHT_KEY", deadline_s=20)
-        assert ask(with_key)[1].first > 0.9
+        assert ask(with_key)[1].value > 0.9
         server.key = "rotated"
         answer = with_key.submit("p", *media([40, 200]))
         time.sleep(0.5)
         assert not answer.done()
         server.key = "secret"
-        assert answer.result(20).first < 0.1
+        assert answer.result(20).value < 0.1
 
 
 @contextlib.contextmanager
@@ -274,7 +274,7 @@ def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing():
         assert sum(a.done() for a in answers) < len(PAIRS)
     with process(port):
         verdicts = [a.result(60) for a in answers]
-    assert all((v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, PAIRS, strict=True))
+    assert all((v.value > 0.5) == (a > b) for v, (a, b) in zip(verdicts, PAIRS, strict=True))
 
 
 def test_servers_that_are_dead_and_come_back():
@@ -284,7 +284,7 @@ def test_servers_that_are_dead_and_come_back():
         missing(ask(gone, 50), "no server was usable for 2 s (http://127")
     with JudgeServer() as other:
         j = judge(f"http://127.0.0.1:{port}", other.url, concurrency=2)
-        assert all(right(j)) and len(check(j).rows) == 2
+        assert all(right(j)) and len(check(*j).rows) == 2
         with JudgeServer(port=port, delay_s=0.01) as back:
             until(lambda: all(right(j)) and back.requests)
             until(lambda: all(right(gone)))
@@ -304,7 +304,7 @@ def test_a_cancelled_pair_frees_its_slot():
         until(lambda: server.requests)
         waiting = j.submit("p", bright, dark)
         stuck.cancel()
-        assert waiting.result(30).first > 0.9
+        assert waiting.result(30).value > 0.9
 
 
 # ---- another model ---------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ class Other(JudgeServer):
 
 def test_two_servers_of_different_models_are_never_mixed():
     with JudgeServer() as mine, Other() as other:
-        rows = check(HttpJudge(JudgeConfig((mine.url, other.url), MODEL))).rows
+        rows = check(*asker(JudgeConfig((mine.url, other.url), MODEL))).rows
         assert rows[0].startswith(f"WARNING: {other.url}: serves another, not '{MODEL}'; set the judge's model")
         seen = len(other.requests)
         assert all(right(judge(mine.url, other.url, model=MODEL, retries=5))) and len(other.requests) == seen
@@ -333,9 +333,9 @@ def test_a_server_that_comes_back_with_another_model_gives_no_verdict():
     port = free_port()
     with JudgeServer(port=port) as server:
         j = judge(server.url, retries=6, deadline_s=3.0)
-        assert ask(j)[1].first > 0.9
+        assert ask(j)[1].value > 0.9
     answer = j.submit("p", *media([200, 40]))
-    until(lambda: j.client.pool.endpoints[0].problem)
+    until(lambda: j.judge.pool.endpoints[0].problem)
     with Other(port=port) as server:
         missing([answer.result(30)], f"serves another, not '{MODEL}'")
     assert not server.requests
@@ -371,8 +371,8 @@ def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends():
         for answer in answers[::10]:
             answer.cancel()
         found = [(pair, a.result(90)) for pair, a in zip(pairs, answers, strict=True) if not a.cancelled()]
-        assert all((v.first > 0.5) == (levels[a] > levels[b]) for (a, b), v in found if v.first is not None)
-        assert all(v.reason for _, v in found if v.first is None)
-        assert sum(v.first is not None for _, v in found) > 0.6 * len(found)
+        assert all((v.value > 0.5) == (levels[a] > levels[b]) for (a, b), v in found if v.value is not None)
+        assert all(v.reason for _, v in found if v.value is None)
+        assert sum(v.value is not None for _, v in found) > 0.6 * len(found)
         assert len(one.met + two.met) == 13, "every fault occurred"
-        until(lambda: not any(e.load for e in j.client.pool.endpoints))
+        until(lambda: not any(e.load for e in j.judge.pool.endpoints))

@@ -20,13 +20,13 @@ from judge_server import JudgeServer, reply, until
 from tiny_media import noise
 
 from prefgrpo.config.loading import load
-from prefgrpo.judge import client, event_loop
+from prefgrpo.judge import event_loop
 from prefgrpo.judge.client import HttpJudge
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, load_class
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.run.judging import judge_config
+from prefgrpo.run.rewards import judge_config
 
 RANKS, TOKENS = 8, 1500
 CATEGORIES = [
@@ -142,8 +142,8 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
     for rank in range(RANKS):
         own = judge_config(config, entry, World(rank, RANKS, torch.device("cpu")))
         own = replace(own, endpoints=(server.url,), model=server.model)
-        client._clients.clear()  # ranks are separate processes and share no client
-        reward = build(name, {name: {"judge": HttpJudge(own, template), "plan": entry.options["plan"]}})
+        judge = HttpJudge(own)  # ranks are separate processes and share none
+        reward = build(name, {name: {"judge": judge, "plan": entry.options["plan"]}})
         scorers.append(Scorer(reward, rollout.group_size, section.deadline_s, config.seed))
     for rank, scorer in enumerate(scorers):
         groups = range(rank, rollout.prompts_per_step, RANKS)
@@ -151,11 +151,11 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
         for group in groups:
             for member in range(rollout.group_size):
                 scorer.add(group, member, Sample("a red circle", noise(100 * group + member, 16, 16)))
-    clients = [scorer.rewards[name].judge.client for scorer in scorers]
+    judges = [scorer.rewards[name].judge for scorer in scorers]
     pictures = rollout.prompts_per_step * rollout.group_size
 
     def encoded():
-        made = [ways for client in clients for ways in list(client.encodings.futures.values())]
+        made = [ways for judge in judges for ways in list(judge.encodings.futures.values())]
         return sum(future.done() for ways in made for future in ways.values())
 
     until(lambda: encoded() == pictures)

@@ -16,7 +16,7 @@ import pytest
 from judge_server import Balancer, JudgeServer, free_port, images, until
 
 from prefgrpo.judge.http import Failure, HttpPool, Kind, asked_pause_s
-from prefgrpo.judge.pairs import both_orders
+from prefgrpo.rewards.pairs import both_orders
 from tests.judge.test_http import judge, media, process, python, right
 
 LEVELS = (20, 60, 100, 140, 180, 220)
@@ -32,7 +32,7 @@ def groups(*urls, count=4, **options):
         shown = media([level + group for level in LEVELS])
         asked += [(a > b, j.submit(f"prompt {group}", shown[a], shown[b])) for a, b in PAIRS]
     verdicts = [(first, answer.result(120)) for first, answer in asked]
-    return [v.first is not None and (v.first > 0.5) == first for first, v in verdicts], j
+    return [v.value is not None and (v.value > 0.5) == first for first, v in verdicts], j
 
 
 def counts(port):
@@ -154,7 +154,7 @@ def test_behind_a_balancer_images_travel_with_every_request_and_a_restart_loses_
         until(lambda: sum(a.done() for a in more) >= 60)
         with process(ports[1], "--delay", "0.01"):
             verdicts = [a.result(120) for a in more]
-    assert all(v.first is not None and v.first < 0.1 for v in verdicts), {v.reason for v in verdicts}
+    assert all(v.value is not None and v.value < 0.1 for v in verdicts), {v.reason for v in verdicts}
 
 
 def test_a_restarted_server_gets_ids_again():
@@ -164,10 +164,10 @@ def test_a_restarted_server_gets_ids_again():
     with JudgeServer(port=port):
         assert all(right(j))
     answer = j.submit("p", group[0], group[1])
-    until(lambda: j.client.pool.endpoints[0].problem)
+    until(lambda: j.judge.pool.endpoints[0].problem)
     with JudgeServer(port=port) as server:
-        assert answer.result(60).first < 0.5
-        assert all(v.first is not None for v in j.judge_group("p", group, PAIRS))
+        assert answer.result(60).value < 0.5
+        assert all(v.value is not None for v in j.judge_group("p", group, PAIRS))
         sent = [p for r in server.requests for p in images(r)]
         assert sum(p["image_url"] is not None for p in sent) <= len(LEVELS) + 4, "not every image with every request"
 
@@ -186,7 +186,7 @@ def test_a_hung_answer_costs_the_limit_of_one_request():
         start = time.monotonic()
         verdicts = judge(server.url, timeout_s=2.0, deadline_s=60.0).judge_group("p", media(LEVELS), PAIRS)
         assert time.monotonic() - start < 10, "not ten times that"
-    (hung,) = (v for v in verdicts if v.first is None)
+    (hung,) = (v for v in verdicts if v.value is None)
     assert "did not answer within 2 s" in hung.reason
 
 

@@ -13,11 +13,12 @@ import pytest
 from aiohttp import web
 from judge_server import JudgeServer, images, until
 from judge_tiny import build
+from pair_questions import asker
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.check import check
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.local import LocalJudge
-from prefgrpo.judge.verdict import JudgeError
 from tests.judge.test_http import PAIRS, judge, media, missing, right
 
 TRIMS = (
@@ -47,9 +48,9 @@ def test_in_process_the_judge_reads_the_whole_prefill(tmp_path, kind):
         file = question(tmp_path, prefill=prefill)
         verdicts = []
         for folder in (kept, cut):
-            opened = LocalJudge(str(folder), file)
-            opened.min_label_mass = 0.0
-            verdicts.append([v.first for v in opened.judge_group("a cat", noise, [(0, 1), (1, 2)])])
+            opened = asker(LocalJudge(str(folder)), file)
+            opened.judge.min_label_mass = 0.0
+            verdicts.append([v.value for v in opened.judge_group("a cat", noise, [(0, 1), (1, 2)])])
         assert verdicts[0] == verdicts[1] and None not in verdicts[0]
         seen.add(verdicts[0][0])
     assert len(seen) == 4, "the white space matters, so equality is not trivial"
@@ -109,7 +110,7 @@ def test_where_the_space_cannot_be_written_the_judge_is_refused_by_name(tmp_path
             judge(server.url, template=file).judge_group("p", media([40, 200]), [(0, 1)]), "or use a template without"
         )
         with pytest.raises(JudgeError, match=f"(?s)cuts the space at the end of the prefill 'Image +', and .*{reason}"):
-            check(judge(server.url, template=file, timeout_s=5.0))
+            check(*judge(server.url, template=file, timeout_s=5.0))
         server.trims = False
         kept = judge(server.url, template=file, timeout_s=4.0)
         assert all(right(kept)) or "neither label" in kept.judge_group("p", media([40, 200]), [(0, 1)])[0].reason
@@ -189,10 +190,10 @@ def test_what_a_server_cuts_is_asked_again_after_a_restart(tmp_path):
         asked = judge(server.url, timeout_s=5.0, deadline_s=20.0)
         assert all(right(asked))
     answer = asked.submit("p", *media([40, 200]))
-    until(lambda: asked.client.pool.endpoints[0].problem)
+    until(lambda: asked.judge.pool.endpoints[0].problem)
     restarted = JudgeServer(port=server.port)
     restarted.trims = True
     with restarted:
-        assert answer.result(20).first < 0.1
+        assert answer.result(20).value < 0.1
         assert all(right(asked))
         assert restarted.requests[-1]["allowed_token_ids"] == [ord(" ")]

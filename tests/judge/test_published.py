@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import peers
 import pytest
 from judge_server import JudgeServer, images, text_of
+from pair_questions import asker
 from tiny_media import grey, noise
 
 from prefgrpo.commands import cli
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.client import HttpJudge, JudgeClient
-from prefgrpo.judge.prompts import fetch
-from prefgrpo.judge.published import PUBLISHED, Published, question_of
+from prefgrpo.judge.client import HttpJudge
+from prefgrpo.judge.http import JudgeError
+from prefgrpo.judge.published import PUBLISHED, Published, fetch, question_of
 from prefgrpo.judge.template import load_template
-from prefgrpo.judge.verdict import JudgeError
 
 PROMPT = 'a {prompt} of "2" {{cats}}, 100 %\n<answer>Image 1 is better</answer>'
 MARKERS = ("prompt", "source", "media_2", "criterion")
@@ -43,9 +43,9 @@ def published(name, codebase):
 def asked(template, sources, media):
     """The messages that our client sends, and its other fields."""
     with JudgeServer(vllm=False) as server:
-        client = JudgeClient(JudgeConfig((server.url,), timeout_s=20.0))
+        client = HttpJudge(JudgeConfig((server.url,), timeout_s=20.0))
         values = {"prompt": PROMPT, "criterion": "the same cat"}
-        client.run(client.answer(template, values, media, sources)).result(60)
+        client.ask_all(template, values, [media], sources)
     body = server.requests[-1]
     return body.pop("messages"), body
 
@@ -170,12 +170,12 @@ def test_a_run_asks_in_published_words_once_they_are_fetched(cache, tmp_path, mo
     with JudgeServer() as server:
         config = JudgeConfig((server.url,))
         with pytest.raises(JudgeError, match=r"run `prefgrpo judge prompts think`"):
-            HttpJudge(config, "think")
+            asker(config, "think")
         words = ["judge", "prompts", "think", "--from", str(tmp_path / "clone")]
         assert cli.main(words) == 0 and "licence: theirs" in capsys.readouterr().out
         assert cli.main(["judge", "prompts"]) == 0
         assert re.search(r"think +fetched +owner/name a/b.py", capsys.readouterr().out)
-        judge = HttpJudge(config, "think")
+        judge = asker(config, "think")
         judge.judge_group("a cat", [grey(40), grey(200)], [(0, 1)])
         body = server.requests[-1]
         assert text_of(body) == "Judge {1}: a cat, a cat!" and len(images(body)) == 2

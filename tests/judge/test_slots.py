@@ -13,14 +13,14 @@ import threading
 import pytest
 from aiohttp import web
 from judge_server import JudgeServer, images, until
+from pair_questions import asker
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig, SamplingConfig
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.judge.http import HttpPool
-from prefgrpo.judge.pairs import both_orders
+from prefgrpo.rewards.pairs import both_orders
 from prefgrpo.rollout.render import sample
 from tests.judge.test_http import ask, judge, media
 
@@ -31,7 +31,7 @@ def test_each_medium_travels_once_then_its_id():
     with JudgeServer() as server:
         verdicts = judge(server.url).judge_group("p", media(range(10, 100, 10)), NINE)
         sent = [p for r in server.requests for p in images(r)]
-    assert all(v.first is not None and v.retries == 0 for v in verdicts)
+    assert all(v.value is not None and v.retries == 0 for v in verdicts)
     assert len(sent) == 144 and sum(p["image_url"] is not None for p in sent) == 9
     assert all(p["uuid"].startswith("sha256-") for p in sent)
 
@@ -41,9 +41,9 @@ def test_the_source_of_a_group_of_edits_travels_once(tmp_path):
     prompt = Prompt(0, "p", source=(str(tmp_path / "source.png"),))
     edits = [sample(prompt, one, SamplingConfig(height=32, width=32)) for one in media([20, 40, 60])]
     with JudgeServer() as server:
-        made = HttpJudge(JudgeConfig(endpoints=(server.url,)), "compare_edit")
+        made = asker(JudgeConfig(endpoints=(server.url,)), "compare_edit")
         pairs = [made.submit("p", edits[i].media, edits[j].media, edits[i].source) for i, j in both_orders(3, 0)]
-        assert all(pair.result(60).first is not None for pair in pairs)
+        assert all(pair.result(60).value is not None for pair in pairs)
         sent = [p for r in server.requests for p in images(r)]
     assert len(sent) == 18 and sum(p["image_url"] is not None for p in sent) == 4
 
@@ -52,7 +52,7 @@ def test_a_server_that_evicts_media_gets_them_again():
     with JudgeServer() as server:
         server.capacity = 3
         verdicts = judge(server.url, concurrency=1).judge_group("p", media(range(10, 100, 10)), NINE)
-    assert all((v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, NINE, strict=True))
+    assert all((v.value > 0.5) == (a > b) for v, (a, b) in zip(verdicts, NINE, strict=True))
     assert len(NINE) < len(server.requests) <= len(NINE) + 9, "an image that is gone is not named again"
 
 
@@ -68,7 +68,7 @@ def test_an_image_of_a_cancelled_request_travels_without_its_id():
         question.cancel()
         until(lambda: not server.in_flight, 60)
         server.fault = ""
-        assert j.submit("p", first, others[1]).result(60).first > 0.9
+        assert j.submit("p", first, others[1]).result(60).value > 0.9
     assert all("uuid" not in p for p in images(server.requests[-1]))
 
 
@@ -86,8 +86,8 @@ class Drifting(JudgeServer):
 def test_an_image_that_a_server_lost_travels_again_without_its_id():
     with Drifting() as server:
         j = judge(server.url, retries=2)
-        assert j.judge_group("p", media([200, 40]), [(0, 1)])[0].first > 0.9
-        assert j.judge_group("p", media([200, 60]), [(0, 1)])[0].first > 0.9, "its id is not used again"
+        assert j.judge_group("p", media([200, 40]), [(0, 1)])[0].value > 0.9
+        assert j.judge_group("p", media([200, 60]), [(0, 1)])[0].value > 0.9, "its id is not used again"
     assert all("uuid" not in p for p in images(server.requests[-1]))
 
 
@@ -97,7 +97,7 @@ def test_an_image_that_a_server_lost_travels_again_without_its_id():
 def test_ids_are_used_only_with_a_vllm_that_recovers_lost_images(version, ids):
     with JudgeServer(vllm=bool(version)) as server:
         server.version = version
-        assert ask(judge(server.url))[0].first < 0.1
+        assert ask(judge(server.url))[0].value < 0.1
     assert {"uuid" in p for r in server.requests for p in images(r)} == {ids}
     assert ids or all(p["image_url"] for r in server.requests for p in images(r)), "plain parts of OpenAI"
 
@@ -127,7 +127,7 @@ def test_a_picture_is_named_while_its_carrier_is_being_answered(too_soon):
         j.judge_group("p", media([200, 220]), [(0, 1)])  # warm-up: identifies the server
         server.needed, server.requests, server.too_soon = 3, [], too_soon
         verdicts = j.judge_group("p", media([20, 40, 60, 80]), [(0, 1), (1, 2), (2, 3)])
-    assert all(v.first is not None and v.first < 0.5 for v in verdicts), verdicts
+    assert all(v.value is not None and v.value < 0.5 for v in verdicts), verdicts
     if too_soon:
         assert server.refused
     else:
@@ -139,7 +139,7 @@ def test_a_host_name_is_looked_up_while_images_are_encoded():
     """Look-ups that wait behind a group's images would exceed the limits of requests and of health checks."""
     encoded = threading.Event()
     with JudgeServer() as server:
-        client = judge(server.url.replace("127.0.0.1", "localhost")).client
+        client = judge(server.url.replace("127.0.0.1", "localhost")).judge
         for _ in range(8):
             client.encodings._threads.submit(encoded.wait)
         try:

@@ -15,6 +15,7 @@ import pytest
 import transformers
 from judge_server import JudgeServer
 from judge_tiny import TOKENIZER, build
+from pair_questions import asker
 from reward_cases_vlm import judge, speak
 from tiny_media import grey
 from tokenizers import AddedToken
@@ -86,7 +87,7 @@ def tokenizer():
 def local(tmp_path_factory):
     made = LocalJudge(build("qwen3", tmp_path_factory.mktemp("judge")))
     made.min_label_mass = 0.0
-    return made
+    return asker(made)
 
 
 @pytest.mark.parametrize("tells", [False, True])
@@ -99,25 +100,25 @@ def test_a_special_token_is_missing_in_process_and_over_http(local, tokenizer, t
             for prompt in (token, f"a sign{token}of wood"):
                 (over_http,) = served.judge_group(prompt, media([40, 200]), [(0, 1)])
                 (in_process,) = local.judge_group(prompt, list(map(Media, noise)), [(0, 1)])
-                assert over_http.first is in_process.first is None
+                assert over_http.value is in_process.value is None
                 assert over_http.reason == in_process.reason and f"special token {token}" in over_http.reason
         assert not server.requests
         for prompt in HARMLESS:
-            assert served.judge_group(prompt, media([40, 200]), [(0, 1)])[0].first < 0.5
-            assert local.judge_group(prompt, list(map(Media, noise)), [(0, 1)])[0].first is not None
+            assert served.judge_group(prompt, media([40, 200]), [(0, 1)])[0].value < 0.5
+            assert local.judge_group(prompt, list(map(Media, noise)), [(0, 1)])[0].value is not None
 
 
 def test_a_server_that_tells_its_tokens_is_taken_at_its_word(tokenizer):
     """<image> is a token of LLaVA and plain text for Qwen; an unknown server may be either."""
     with JudgeServer() as server:
         served = pair_judge(server.url)
-        assert ask(served)[0].first is not None
+        assert ask(served)[0].value is not None
         refused = served.judge_group("an <image> tag", media([40, 200]), [(0, 1)])
         server.tokenizer = told(tokenizer)
         told_own = pair_judge(server.url, timeout_s=5.0)
-        assert refused[0].first is None and "special token <image>" in refused[0].reason
-        assert told_own.judge_group("an <image> tag", media([40, 200]), [(0, 1)])[0].first < 0.5
-        assert told_own.judge_group("a <|im_end|> tag", media([40, 200]), [(0, 1)])[0].first is None
+        assert refused[0].value is None and "special token <image>" in refused[0].reason
+        assert told_own.judge_group("an <image> tag", media([40, 200]), [(0, 1)])[0].value < 0.5
+        assert told_own.judge_group("a <|im_end|> tag", media([40, 200]), [(0, 1)])[0].value is None
 
 
 def test_the_tokens_of_every_form_of_a_tokenizers_configuration(tokenizer):
@@ -191,11 +192,11 @@ def test_a_template_with_a_special_token_is_refused_at_the_start(tmp_path):
     file.write_text("user: '{prompt} <image> {media_1} {media_2}'\nlabels: ['1', '2']\n")
     assert load_template(str(file))
     with JudgeServer() as server, pytest.raises(Exception, match=r"template.* special token <image>"):
-        check(pair_judge(server.url, template=str(file)))
+        check(*pair_judge(server.url, template=str(file)))
 
 
 def test_one_such_prompt_does_not_end_the_run():
     """The check asks about the longest prompt of the run."""
     with JudgeServer() as server:
-        found = check(pair_judge(server.url), shape=Shape(prompt="x" * 1000 + "<|image_pad|>"))
+        found = check(*pair_judge(server.url), shape=Shape(prompt="x" * 1000 + "<|image_pad|>"))
         assert not found.problem and len(server.requests) == 1

@@ -10,13 +10,21 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from judge_server import MODEL, JudgeServer, free_port
+from pair_questions import asker
 from tiny_run import all_end, recipe, rows, start
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import http
-from prefgrpo.judge.check import check, check_reachable
+from prefgrpo.judge.check import check
 from prefgrpo.judge.client import HttpJudge
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.http import JudgeError
+
+
+def reached(config, **how):
+    """(model, problem of each server) of a judge that was waited for."""
+    judge = HttpJudge(config)
+    problems = judge.reach(**how)
+    return judge.model, problems
 
 
 def test_a_server_that_starts_after_the_check_is_waited_for_and_the_wait_is_reported(monkeypatch):
@@ -29,7 +37,7 @@ def test_a_server_that_starts_after_the_check_is_waited_for_and_the_wait_is_repo
     timer.start()
     url = f"http://127.0.0.1:{port}"
     try:
-        assert check_reachable(JudgeConfig((url,)), say=said.append) == (MODEL, {url: ""})
+        assert reached(JudgeConfig((url,)), say=said.append) == (MODEL, {url: ""})
     finally:
         timer.join()
         for server in servers:
@@ -44,7 +52,7 @@ def test_a_server_that_loads_its_model_is_waited_for(fault):
     said = []
     with JudgeServer(fault) as server:
         threading.Timer(0.4, setattr, (server, "fault", "")).start()
-        check_reachable(JudgeConfig((server.url,)), say=said.append)
+        reached(JudgeConfig((server.url,)), say=said.append)
     assert len(said) == 1 and "answered 503" in said[0]
 
 
@@ -52,7 +60,7 @@ def test_a_server_that_loads_its_model_is_waited_for(fault):
 def test_a_server_that_is_wrong_is_not_waited_for(options, message):
     with JudgeServer() as server, pytest.raises(JudgeError, match=message):
         server.key = "secret" * (not options)
-        check_reachable(JudgeConfig((server.url,), **options), say=lambda line: pytest.fail(line))
+        reached(JudgeConfig((server.url,), **options), say=lambda line: pytest.fail(line))
 
 
 class Gateway(JudgeServer):
@@ -76,15 +84,15 @@ def test_servers_that_are_not_vllm():
     with Gateway(vllm=False) as server:
         url = f"{server.url}/api/v3"
         with pytest.raises(JudgeError, match="serves several models"):
-            check_reachable(JudgeConfig((url,)))
+            reached(JudgeConfig((url,)))
         with pytest.raises(JudgeError, match="serves bright-judge, tiny, not 'big'"):
-            check_reachable(JudgeConfig((url,), "big"))
+            reached(JudgeConfig((url,), "big"))
         for lists in (True, False):
             server.lists = lists
-            assert check(HttpJudge(JudgeConfig((f"{url}/",), MODEL)), known_answers=True).alarm == ""
+            assert check(*asker(JudgeConfig((f"{url}/",), MODEL)), known_answers=True).alarm == ""
         with pytest.raises(JudgeError, match=r"lists no model: /models answered 404; .* or judge\.model"):
-            check_reachable(JudgeConfig((url,)))
-        assert check_reachable(JudgeConfig((f"{server.url}/v1",)))[0] == MODEL
+            reached(JudgeConfig((url,)))
+        assert reached(JudgeConfig((f"{server.url}/v1",)))[0] == MODEL
 
 
 def test_an_https_address_goes_through_the_proxy_of_the_environment(monkeypatch):
@@ -119,9 +127,9 @@ def test_a_run_whose_server_starts_later_ends_with_every_verdict(place, late_s):
 
 def test_a_probe_has_the_time_of_an_answer():
     with JudgeServer(delay_s=0.6) as server:
-        check(HttpJudge(JudgeConfig((server.url,))), wait_s=0.2)
+        check(*asker(JudgeConfig((server.url,))), wait_s=0.2)
         with pytest.raises(JudgeError, match=r"did not answer within 0\.4 s"):
-            check(HttpJudge(JudgeConfig((server.url,), timeout_s=0.4)))
+            check(*asker(JudgeConfig((server.url,), timeout_s=0.4)))
 
 
 def test_every_rank_must_reach_the_judge(place):

@@ -18,9 +18,9 @@ from judge_server import completion
 from prefgrpo.judge import answers
 from prefgrpo.judge.answers import two_label_softmax
 from prefgrpo.judge.client import first_choice, read
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.request import chat_body
 from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped_templates
-from prefgrpo.judge.verdict import JudgeError
 
 TEXTS = ("prompt", "criterion", "checkpoints", "asked")
 MEDIA = ("source", "media_1", "media_2")
@@ -117,11 +117,11 @@ def test_the_fields_of_a_template_are_merged_into_the_request(tmp_path):
 def test_hidden_thinking_is_kept_and_never_read_as_the_answer(field):
     said = {"message": {"content": "Edited image 1 is better", field: "Edited image 2 is better"}}
     verdict = read(load_template("edit_pairwise"), said)
-    assert verdict.first == 1.0 and verdict.raw == "<think>Edited image 2 is better</think>Edited image 1 is better"
+    assert verdict.value == 1.0 and verdict.raw == "<think>Edited image 2 is better</think>Edited image 1 is better"
     only = read(load_template("edit_pairwise"), {"message": {"content": None, field: "Edited image 2 is better"}})
-    assert only.first is None and "only thought, for max_tokens = 4096" in only.reason and "</think>" in only.raw
+    assert only.value is None and "only thought, for max_tokens = 4096" in only.reason and "</think>" in only.raw
     begins = read(load_template("compare"), {"message": {"content": None, field: "So"}} | _choice(("So", -0.1)))
-    assert begins.first is None and "neither label" in begins.reason and "the judge thinks first" in begins.reason
+    assert begins.value is None and "neither label" in begins.reason and "the judge thinks first" in begins.reason
 
 
 def _choice(*top):
@@ -281,10 +281,10 @@ def test_no_payload_crashes_the_client_or_becomes_a_verdict_by_accident(name, pa
         assert str(error)
         return
     answer = read(load_template(name), choice)
-    if answer.first is None:
+    if answer.value is None:
         assert answer.reason
         return
-    assert 0.0 <= answer.first <= 1.0
+    assert 0.0 <= answer.value <= 1.0
     if name == "compare":  # for text templates "1" is a valid verdict
         tops = json.loads(payload)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         assert all(float(top["logprob"]) <= 0.01 for top in tops if str(top["token"]).strip() in ("1", "2"))

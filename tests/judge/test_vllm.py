@@ -20,17 +20,18 @@ import torch
 import transformers
 from judge_server import free_port, until
 from judge_tiny import stock
+from pair_questions import asker
 
 import prefgrpo
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge import client
 from prefgrpo.judge.check import check
-from prefgrpo.judge.client import HttpJudge, JudgeClient
+from prefgrpo.judge.client import HttpJudge
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.local import LocalJudge
-from prefgrpo.judge.pairs import both_orders
 from prefgrpo.judge.template import load_template
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.rewards.pairs import both_orders
 from prefgrpo.tiny import scenes
 from tests.judge.test_client import ask
 from tests.judge.test_prefill import TRIMS
@@ -63,7 +64,7 @@ def serving(model, port):
         while True:
             assert server.poll() is None, f"vLLM ended with code {server.returncode}"
             try:
-                assert "ok, serves tiny" in check(HttpJudge(config, "caption_match"), wait_s=120.0).rows[0]
+                assert "ok, serves tiny" in check(*asker(config, "caption_match"), wait_s=120.0).rows[0]
                 break
             except JudgeError:
                 assert time.monotonic() < end
@@ -83,7 +84,7 @@ def port(model):
 
 def judge(port, **changes):
     base = {"endpoints": (f"http://127.0.0.1:{port}",), "image_format": "webp"}
-    return HttpJudge(JudgeConfig(**{**base, **changes}), "caption_match")
+    return asker(JudgeConfig(**{**base, **changes}), "caption_match")
 
 
 def group(size=8):
@@ -96,31 +97,31 @@ def group(size=8):
 
 def test_soft_verdicts_equal_the_in_process_judge(model, port, monkeypatch):
     caption, media = group()
-    local = LocalJudge(model, template="caption_match").judge_group(caption, media, PAIRS)
-    p = np.array([v.first for v in local])
+    local = asker(LocalJudge(model), "caption_match").judge_group(caption, media, PAIRS)
+    p = np.array([v.value for v in local])
     assert np.ptp(p) > 0.5, "the images differ in how well they match"
     for ids in (True, False):
-        monkeypatch.setattr("prefgrpo.judge.client.IDS_FROM", (0, 32) if ids else (99, 0))
-        client._clients.clear()
+        monkeypatch.setattr("prefgrpo.judge.judge.IDS_FROM", (0, 32) if ids else (99, 0))
+        client._judges.clear()
         j = judge(port)
         for _ in range(2):  # uploaded, then by id only
             served = j.judge_group(caption, media, PAIRS)
             assert all(v.retries == 0 for v in served)
-            assert np.abs(p - [v.first for v in served]).max() < 2e-3
-        (held,) = j.client.ids.values()
+            assert np.abs(p - [v.value for v in served]).max() < 2e-3
+        (held,) = j.judge.ids.values()
         assert held.supported == ids and len(held.sent) == len(media) * ids and not held.unnamed
 
 
 def test_a_chat_template_that_trims_changes_no_verdict(model, tmp_path):
     """As Qwen3.5's does: the in-process judge is the original."""
     caption, media = group()
-    local = LocalJudge(model, template="caption_match").judge_group(caption, media, PAIRS)
+    local = asker(LocalJudge(model), "caption_match").judge_group(caption, media, PAIRS)
     cut = shutil.copytree(model, tmp_path / "tiny")
     (cut / "chat_template.jinja").write_text(TRIMS)
     port = free_port()
     with serving(str(cut), port):
         served = judge(port).judge_group(caption, media, PAIRS)
-    assert np.abs(np.subtract([v.first for v in local], [v.first for v in served])).max() < 2e-3
+    assert np.abs(np.subtract([v.value for v in local], [v.value for v in served])).max() < 2e-3
     np.testing.assert_allclose([said(v) for v in served], [said(v) for v in local], atol=0.02)
 
 
@@ -133,14 +134,14 @@ def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(mo
     port, (caption, media) = free_port(), group()
     with serving(model, port) as server:
         j = judge(port, concurrency=4, deadline_s=300.0)
-        expected = [v.first for v in j.judge_group(caption, media, PAIRS)]
+        expected = [v.value for v in j.judge_group(caption, media, PAIRS)]
         answers = [j.submit(caption, media[a], media[b]) for a, b in PAIRS * 4]
         until(lambda: sum(a.done() for a in answers) >= 8)
         os.killpg(server.pid, signal.SIGKILL)  # kills its whole process group: API server, engine and worker
         server.wait()
         assert not all(a.done() for a in answers)
     with serving(model, port):
-        found = [a.result(120).first for a in answers]
+        found = [a.result(120).value for a in answers]
     np.testing.assert_allclose(found, expected * 4, atol=1e-5)
 
 
@@ -206,9 +207,9 @@ def test_a_question_equals_stock_code(tmp_path, port, name):
     mass = masses(asked, "less red", shown)
     first, second = map(mass, asked.labels)
     url = f"http://127.0.0.1:{port}"
-    asking = JudgeClient(JudgeConfig((url,), image_format="webp"))
+    asking = HttpJudge(JudgeConfig((url,), image_format="webp"))
     for _ in range(2):  # uploaded, then by id only
         answer = ask(asking, asked, {"prompt": "less red"}, media, source).result(60)
-        assert answer.first == pytest.approx(first / (first + second), abs=2e-3), answer
+        assert answer.value == pytest.approx(first / (first + second), abs=2e-3), answer
     (held,) = asking.ids.values()
     assert held.sent and not held.unnamed

@@ -1,17 +1,25 @@
 """Loading a model and injecting LoRA, mostly with wrong input.
 
 Why these cases: the usual mistakes of new users (a mistyped folder that would be looked up on the hub, a misspelt LoRA
-target), and a trap of the file format: results that depend on the weights' memory alignment.
+target), folders that were copied in part, components that would train silently wrong (quantised weights, a guider that
+ends early), and a trap of the file format: results that depend on the weights' memory alignment.
 """
 
+import json
 import os
 import shutil
 
+import diffusers
 import pytest
 import torch
+from families import case_of
+from families import load as load_case
 
+from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models.flux import Flux
-from prefgrpo.models.folder import ModelError
+from prefgrpo.models.folder import ModelError, check_weights, locate
+from prefgrpo.models.hunyuan_video import HunyuanVideo15
 from prefgrpo.tiny import pipelines
 
 CPU = torch.device("cpu")
@@ -79,3 +87,69 @@ def test_lora_mistakes(folder):
     adapter = load(folder, encoders=False)
     with pytest.raises(ValueError, match=r"\['attn.to_qq'\] match no Linear .* attn.to_q,"):
         adapter.add_lora(4, 8.0, ("attn.to_q", "attn.to_qq"))
+
+
+@pytest.mark.parametrize("family", ["flux", "ltx2", "sd3", "wan"])
+def test_a_model_folder_without_a_tokenizers_vocabulary_is_refused(family, tmp_path):
+    """transformers makes an empty tokenizer then, whose tokens mean nothing to the model."""
+    place = pipelines.make(family, tmp_path / family)
+    files = [file for file in (place / "tokenizer").iterdir() if "config" not in file.name]
+    for file in files:
+        file.unlink()
+    said = rf"a tokenizer without its vocabulary: expected .* in {place / 'tokenizer'}; download"
+    with pytest.raises(ModelError, match=said):
+        load_case(case_of(family), place)
+    shutil.rmtree(place / "tokenizer")
+    with pytest.raises(ModelError, match=said):
+        load_case(case_of(family), place)
+
+
+def test_a_denoiser_that_was_stored_quantised_is_refused(tmp_path):
+    """A LoRA of a few percent of an int8 step vanishes when it is fused into the base."""
+    place = pipelines.make("flux", tmp_path / "flux")
+    file = place / "transformer" / "config.json"
+    file.write_text(file.read_text().replace("{", '{"quantization_config": {"quant_method": "torchao"},', 1))
+    with pytest.raises(ModelError, match=rf"{file}: the weights are quantised \(torchao\): .*fp8_base"):
+        load_case(case_of("flux"), place)
+
+
+@pytest.mark.parametrize("option", [{"stop": 0.8}, {"start": 0.1}, {"guidance_rescale": 0.7}, {}])
+def test_a_guider_that_does_not_guide_every_step_is_refused(option, tmp_path):
+    """HunyuanVideo-1.5's scale is in its guider, which may also end early; a run's guidance is on at every step."""
+    place = tmp_path / "model"
+    case = case_of("hunyuan_video_15")
+    pipe = case.pipe(pipelines.make("hunyuan_video_15", place))
+    other = diffusers.PerturbedAttentionGuidance(perturbed_guidance_layers=[0])
+    guider = pipe.guider.new(**option) if option else other
+    guider.save_pretrained(place / "guider")
+    index = json.loads((place / "model_index.json").read_text()) | {"guider": ["diffusers", type(guider).__name__]}
+    (place / "model_index.json").write_text(json.dumps(index))
+    said = f"{next(iter(option))} {next(iter(option.values()))}" if option else "PerturbedAttentionGuidance"
+    for read in (lambda: load_case(case, place), lambda: HunyuanVideo15.outline(place)):
+        with pytest.raises(ModelError, match=rf"guider has {said}: expected ClassifierFreeGuidance at every step"):
+            read()
+
+
+def test_a_model_folder_that_cannot_be_read_names_the_file(tmp_path):
+    place = pipelines.make("flux", tmp_path / "flux")
+    weights = next((place / "transformer").glob("*.safetensors"))
+    whole = weights.read_bytes()
+    assert check_weights(place, ["transformer"]) is None
+    weights.write_bytes(whole[:-1])
+    with pytest.raises(ModelError, match=rf"{weights} is cut or damaged .*download the model again"):
+        load_case(case_of("flux"), place)
+    weights.unlink()
+    shards = {"a": "diffusion_pytorch_model-00001-of-00001.safetensors"}
+    (place / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(
+        f'{{"weight_map": {{"a": "{shards["a"]}"}}}}'
+    )
+    with pytest.raises(ModelError, match=rf"{shards['a']} is missing, which .*index.json names"):
+        load_case(case_of("flux"), place)
+    (place / "transformer" / "diffusion_pytorch_model.safetensors.index.json").unlink()
+    weights.with_name("diffusion_pytorch_model.fp16.safetensors").write_bytes(whole)
+    assert check_weights(place, ["transformer"]) == "fp16"
+    assert load_case(case_of("flux"), place).transformer is not None
+    with pytest.raises(ConfigError, match=r"model: expected a name in UTF-8, got 'runs/m\\udce9': rename it"):
+        from_dict({"model": os.fsdecode(b"runs/m\xe9")})
+    with pytest.raises(ModelError, match=r"is a single file: expected a diffusers pipeline folder; .*from_single_file"):
+        locate(str(place / "transformer" / "diffusion_pytorch_model.fp16.safetensors"))

@@ -189,7 +189,7 @@ CHANGES = {
     "a state dict": lambda p, new: nn.ParameterList([p]).load_state_dict({"0": new}),
     "weights at another place": lambda p, new: setattr(p, "data", new),
 }
-"""How a run changes a LoRA: `run/policy.py`, `run/checkpoint.py`, peft's loading, FSDP2's start."""
+"""How a run changes a LoRA: `update/policy.py`, `run/checkpoint.py`, peft's loading, FSDP2's start."""
 
 
 @pytest.mark.parametrize("change", CHANGES)

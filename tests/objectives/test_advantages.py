@@ -22,9 +22,10 @@ from tiny_run import collect, computed
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import AdvantageConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.objectives.advantages import CombineError, advantages, part_table
 from prefgrpo.ops import winrate_advantage
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import Reward
 from prefgrpo.run.errors import reward_errors
 
 STEPS, GROUPS, SIZE = 6, 50, 9
@@ -59,7 +60,7 @@ def drawn(case):
             value = sum(own.values()) if own else generator.normal(mean, spread, (GROUPS, SIZE))
             parts_of = lambda at, own=own: {k: float(v[at]) for k, v in own.items()}  # noqa: E731
             places = [[(p, g) for g in range(SIZE)] for p in range(GROUPS)]
-            groups[name] = [[Score(float(value[at]), parts=parts_of(at)) for at in row] for row in places]
+            groups[name] = [[Answer(float(value[at]), parts=parts_of(at)) for at in row] for row in places]
         values = np.array([[[s.value for s in group] for group in groups[n]] for n in weights])
         yield values.reshape(len(weights), -1).T, groups
 
@@ -228,9 +229,9 @@ def test_constant_groups_stay_exactly_zero_under_batch_normalisation():
 
 def test_a_missing_part_leaves_the_others_and_a_missing_value_leaves_nothing():
     """Pref-GRPO's rule: a member without category scores gets only its overall advantage."""
-    scores = [Score(0.2 * k, parts={"overall": 0.1 * k, "categories": 0.3 * k * k}) for k in range(5)]
-    scores[1] = Score(0.9, parts={"overall": 0.9})
-    scores[2] = Score(None, "timeout", parts={"overall": 0.5})
+    scores = [Answer(0.2 * k, parts={"overall": 0.1 * k, "categories": 0.3 * k * k}) for k in range(5)]
+    scores[1] = Answer(0.9, parts={"overall": 0.9})
+    scores[2] = Answer(None, "timeout", parts={"overall": 0.5})
     parts = {"r": {"overall": 0.3, "categories": 0.7}}
     table = part_table({"r": [scores]}, parts).reshape(5, 2)
     values = np.array([[np.nan if s.value is None else s.value] for s in scores])
@@ -244,12 +245,13 @@ def test_a_missing_part_leaves_the_others_and_a_missing_value_leaves_nothing():
     assert np.allclose(found, np.where(np.isnan(expected), 0.0, 2.0 * expected), atol=1e-6) and found[2] == 0
 
 
-class InParts(PointwiseReward):
+class InParts(Reward):
     part_weights = MappingProxyType({"a": 0.25, "b": 0.75})
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         bright = [s.media.pixels.mean(axis=(0, 1)) for s in samples]
-        return [Score(float(b.sum()), parts={"a": float(b[0]), "b": float(100 * b[1])}) for b in bright]
+        return [Answer(float(b.sum()), parts={"a": float(b[0]), "b": float(100 * b[1])}) for b in bright]
 
 
 def test_a_run_takes_the_parts_of_its_rewards(trainer):
@@ -281,7 +283,7 @@ def test_advantages_of_win_rates_alone_come_from_the_comparisons(trainer, entry,
     one = trainer(rewards=rewards, advantage=advantage, judge=LOCAL, eval={"every": 0})
     collect(one, 0)
     scores = one.scorer.finish()
-    wins, counts = scores.games["vlm_pairwise"].swapaxes(0, 1)
+    wins, counts = scores.comparisons["vlm_pairwise"].swapaxes(0, 1)
     for table in (wins[0], counts[0]):
         table[1] = table[:, 1] = 0.0
     if "options" not in entry:

@@ -24,7 +24,7 @@ from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.objectives import OBJECTIVES, make_objective
 from prefgrpo.objectives.awm import AWM
 from prefgrpo.objectives.base import GroupObjective, PointwiseObjective, Targets, TrajectoryObjective
-from prefgrpo.rewards.functions import FunctionPairwise
+from prefgrpo.rewards.functions import FunctionPairs
 from prefgrpo.rollout.batch import Batch
 from prefgrpo.run.metrics import FACTS
 from prefgrpo.run.opening import open_gradients, open_policy
@@ -287,7 +287,7 @@ def brighter(prompt, image_a, image_b):
     return float(1 / (1 + np.exp((image_b.mean() - image_a.mean()) / 2.0)))
 
 
-class Judged(FunctionPairwise):
+class Judged(FunctionPairs):
     """`brighter` as a class, so that a reward spec can name it."""
 
     def __init__(self):

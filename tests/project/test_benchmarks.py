@@ -29,7 +29,7 @@ from benchmarks import (
 )
 from benchmarks.experiments import calls, science
 from prefgrpo.config.loading import load
-from prefgrpo.judge.verdict import Verdict
+from prefgrpo.data.answer import Answer
 
 
 def small_cases(monkeypatch):
@@ -242,7 +242,7 @@ def test_drop_ins_are_timed_beside_the_real_functions(monkeypatch, tmp_path):
 
 
 def test_a_lost_answer_is_not_timed(monkeypatch):
-    monkeypatch.setattr(bench_judge.HttpJudge, "judge_group", lambda *_: [Verdict(None, "lost")])
+    monkeypatch.setattr(bench_judge.VlmPairwise, "ask", lambda *_: [Answer(None, "lost")])
     with bench_judge.echo_server() as url, pytest.raises(RuntimeError, match="0 of 3 pairs were answered"):
         bench_judge.measure(url, "echo", rounds=2, size=3, side=16)
 

@@ -15,17 +15,19 @@ from safetensors.torch import load_file
 from tiny_run import merged, rows, trained
 
 from prefgrpo.config.recipe import read_yaml
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import Reward
 from prefgrpo.tiny import ASSETS, FOLDER
 
 NEVER = f"{__name__}:Never"
 
 
-class Never(PointwiseReward):
+class Never(Reward):
     """A monitor that never returns a value."""
 
-    def score(self, samples):
-        return [Score(None, "no idea") for _ in samples]
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
+        return [Answer(None, "no idea") for _ in samples]
 
 
 def flex(brightness, text):

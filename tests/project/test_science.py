@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.experiments import calls, demo_runs, science
 from benchmarks.experiments.simulated_judge import (
-    Pairs,
     Ratings,
     SimulatedJudge,
     WinRates,
@@ -57,7 +56,9 @@ def test_the_flaw_is_brightness_and_noise_is_addressed():
     flawed = SimulatedJudge(flaw=2.0).opinion(images, captions) - SimulatedJudge().opinion(images, captions)
     assert flawed == pytest.approx(2 * (np.array(brightness(images, captions)) - 0.25))
     ways = [(1, 0), (0, 1), (1, 0)]
-    ask = lambda judge: [v.first for v in Pairs(judge).judge_group(captions[0], [s.media for s in group()], ways)]  # noqa: E731
+    members = [Sample(captions[0], one.media) for one in group()]
+    pairs = [(members[i], members[j]) for i, j in ways]
+    ask = lambda judge: [answer.value for answer in WinRates(judge).ask(pairs)]  # noqa: E731
     logits = lambda judge: [judge.temperature * np.log(p / (1 - p)) for p in ask(judge)]  # noqa: E731
     again = ask(SimulatedJudge(noise=1.0, temperature=1.0))
     assert again == ask(SimulatedJudge(noise=1.0, temperature=1.0)), "equal questions, unequal answers"

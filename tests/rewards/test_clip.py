@@ -24,7 +24,7 @@ from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.clip import Clip, Hpsv2
-from prefgrpo.rewards.grid import split
+from prefgrpo.rewards.simple import split
 
 PUBLIC_HEAD = "PREFGRPO_AESTHETIC_HEAD"
 

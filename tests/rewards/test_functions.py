@@ -10,8 +10,8 @@ from reward_server import serving
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build, load_class
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample
-from prefgrpo.rewards.functions import FunctionPairwise, FunctionReward, function_class
+from prefgrpo.rewards.base import RewardError, Sample
+from prefgrpo.rewards.functions import FunctionPairs, FunctionReward, function_class
 
 
 def grey(level, prompt="p", source=(), clip=False, **meta):
@@ -35,7 +35,7 @@ def first(prompt, image_a, image_b):
 
 def test_a_function_of_images_is_a_pointwise_reward():
     reward = function_class(bright)()
-    assert isinstance(reward, FunctionReward) and isinstance(reward, PointwiseReward)
+    assert isinstance(reward, FunctionReward) and not reward.compares
     scores = reward.score([grey(10), grey(20, "none"), grey(30), Sample("p", Media(np.zeros((0, 8, 3), np.uint8)))])
     assert [s.value for s in scores] == [10.0, None, 30.0, None]
     assert scores[1].reason == "bright returned None" and "no pixels" in scores[3].reason
@@ -57,7 +57,7 @@ def test_columns_sources_options_and_clips_reach_the_function():
 
 def test_a_function_of_pairs_is_a_win_rate():
     reward = function_class(first)(plan="round_robin")
-    assert isinstance(reward, FunctionPairwise) and not reward.judged
+    assert isinstance(reward, FunctionPairs) and reward.compares and not reward.judged
     levels = [10, 20, 40]
     found = reward.score([grey(v) for v in levels])
     hand = [np.mean([a / (a + b) for k, b in enumerate(levels) if k != i]) for i, a in enumerate(levels)]
@@ -115,7 +115,7 @@ def test_what_is_no_reward_is_refused(tmp_path):
     (tmp_path / "own.py").write_text("def f(image): return 1\nx = 3\n")
     reasons = {
         "f": "a reward function takes",
-        "x": "is not a Pointwise",
+        "x": "is not a Reward",
         "fn": r"own.py has no .* 'fn' \(did you mean 'f'",
     }
     for name, reason in reasons.items():

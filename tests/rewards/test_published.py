@@ -26,9 +26,10 @@ from reward_server import serving
 from tiny_rewards import clip_folder
 from transformers import CLIPModel, CLIPProcessor
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
-from prefgrpo.rewards.base import PointwiseReward, Reward, Sample, Score
+from prefgrpo.rewards.base import Reward, Sample
 from prefgrpo.rewards.prepared import PreprocessedReward
 
 SIZE = "jpeg_compressibility"
@@ -55,7 +56,7 @@ def apart(ours, theirs):
     return float(np.abs(np.subtract(ours, theirs)).max())
 
 
-class Seen(PointwiseReward):
+class Seen(Reward):
     """Records the samples that it is given."""
 
     takes = ("image", "video")
@@ -65,9 +66,10 @@ class Seen(PointwiseReward):
     def __init__(self, scale: float = 1.0):
         self.samples, self.scale = [], scale
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         self.samples += samples
-        return [Score(self.scale * float(s.media.pixels.mean())) for s in samples]
+        return [Answer(self.scale * float(s.media.pixels.mean())) for s in samples]
 
 
 def seen(**options):
@@ -348,7 +350,7 @@ def test_unifiedreward_sees_flow_grpos_512_squares(server, monkeypatch):
 def test_grids_and_their_texts_are_pacos_on_its_own_prompts(server, monkeypatch):
     """Layout, theme and cell texts of every prompt in PaCo-RL's T2IS set, ignoring a closing quote at the end, which
     PaCo-RL drops."""
-    from prefgrpo.rewards.grid import grid_of, sub_prompts
+    from prefgrpo.rewards.simple import grid_of, sub_prompts
 
     utils = peers.module("paco", "paco_grpo.utils", monkeypatch)
     files = sorted((peers.folder("paco") / "dataset" / "T2IS").rglob("*.jsonl"))

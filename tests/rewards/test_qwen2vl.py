@@ -22,8 +22,8 @@ from torch import nn
 from torchvision.transforms import Resize
 
 from prefgrpo.rewards.base import RewardError, Sample
-from prefgrpo.rewards.checkpoints import merge_lora
 from prefgrpo.rewards.qwen2vl import HPSv3, VideoAlign, chat, frame_count
+from prefgrpo.rewards.weights import merge_lora
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,10 @@ from reward_server import serving
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import REWARDS, build, load_class
-from prefgrpo.rewards.base import PointwiseReward
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = reward_cases.CASES | reward_cases_vlm.CASES | reward_cases_own.CASES
-POINTWISE = [name for name in REWARDS if issubclass(load_class(name), PointwiseReward)]
+POINTWISE = [name for name in REWARDS if not load_class(name).compares]
 HEADER = "| name | input | scale | needs |"
 
 
@@ -109,7 +108,7 @@ def test_odd_samples_have_a_finite_score_or_a_reason_and_leave_their_neighbours_
         assert score.reason if score.value is None else np.isfinite(score.value) and not bad, told
 
 
-@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.parametrize("name", REWARDS)
 def test_is_the_same_behind_http(name, made):
     """`reward serve` gets ready with its own probe sample, and its scores equal those of the reward in process."""
     (options, _, here), samples = made(name), CASES[name].samples()

@@ -7,22 +7,27 @@ swapped or stale images show.
 
 import threading
 import time
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import reward_cases_vlm
 from judge_server import JudgeServer, free_port
 from reward_server import MOODY, Moody, Process, Stub, brightness, serving
 from tiny_media import grey
 from tiny_run import Hold, recipe, rows, start, train, weights
 
 from prefgrpo.config.schema import Config
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
+from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.rewards import build
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.jpeg import jpeg_kilobytes
-from prefgrpo.rewards.remote import RemoteReward, encode_frames
+from prefgrpo.rewards.base import Reward, RewardError, Sample
+from prefgrpo.rewards.remote import CONTENT_TYPE, RemoteReward, encode_frames, request_body
 from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.rewards.simple import jpeg_kilobytes
 
 FAST = {"timeout_s": 0.5, "patience_s": 1.0}
 JPEG = "jpeg_incompressibility"
@@ -69,7 +74,7 @@ def test_one_of_two_dead_at_start_is_named_and_left_out():
         assert [s.value for s in reward.score(samples(51, 102))] == [0.2, 0.4]
 
 
-class Corners(PointwiseReward):
+class Corners(Reward):
     """The brightness of `frames` frames of a clip, each with a weight of its own."""
 
     takes = ("image", "video")
@@ -77,13 +82,14 @@ class Corners(PointwiseReward):
     def __init__(self, frames: int = 3) -> None:
         self.frames = frames
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         return [self._one(s) for s in samples]
 
     def _one(self, sample):
         means = [float(frame.pixels.mean()) * 10**k for k, frame in enumerate(sample.media.frames(self.frames))]
         rate = sample.media.frame_rate or 0.0
-        return Score(sum(means), parts={"got": float(len(sample.media.frames())), "rate": rate})
+        return Answer(sum(means), parts={"got": float(len(sample.media.frames())), "rate": rate})
 
 
 @pytest.mark.parametrize(("options", "got"), [({}, 3), ({"frames": 1}, 1), ({"frames": 99}, 20)])
@@ -134,11 +140,64 @@ def test_each_sample_ends_as_the_reward_makes_it_end():
     assert reasons["raise"] == "the reward raised RuntimeError: out of memory"
 
 
+@pytest.mark.parametrize(
+    ("name", "there", "here"),
+    [
+        ("unifiedreward_flex", {}, {"verdict": "hard", "category_weights": [0.5, 2.0], "overall_weight": 0.5}),
+        ("vlm_pairwise", {"template": "compare"}, {"plan": "k_regular(2)", "rate": "bradley_terry"}),
+        (f"{__name__}:darker", {}, {"plan": "round_robin"}),
+    ],
+)
+def test_a_reward_that_compares_is_the_same_behind_http(name, there, here):
+    """The server answers about pairs; the client plans and tallies them, with the options of that. A pair without an
+    answer counts for nobody there as here, and keeps its reason."""
+    given = [Sample("a cat", grey(level)) for level in (40, 130, 200, 90, 10)]
+
+    def lost(bright, text):
+        return reward_cases_vlm.speak(bright, text) if min(bright) > 20 / 255 else "I cannot say."
+
+    with JudgeServer() as judge:
+        judge.answer = lost if name.startswith("unified") else None
+        asks = {"judge": reward_cases_vlm.judge(judge)} if "darker" not in name else {}
+        (own,) = build([name], {name: asks | there | here}).values()
+        with serving(name, asks | there) as url:
+            (served,) = build([name], {name: {"url": url} | here}).values()
+            assert (served.compares, served.streams, served.judged) == (True, True, False)
+            assert served.is_win_rate == own.is_win_rate and served.keys(5, 3) == own.keys(5, 3)
+            found = []
+            for reward in (own, served):
+                scorer = Scorer({"r": reward}, len(given), deadline_s=60)
+                scorer.begin(0, [0])
+                for member, one in enumerate(given):
+                    scorer.add(0, member, one)
+                found.append(scorer.finish())
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                body = request_body(name, (given[0],), [encode_frames(given[0].media)])
+                urllib.request.urlopen(urllib.request.Request(f"{url}/score", body, {"Content-Type": CONTENT_TYPE}))
+    here, there = found
+    np.testing.assert_allclose(there.values["r"], here.values["r"], rtol=1e-6)
+    np.testing.assert_allclose(there.comparisons["r"], here.comparisons["r"], rtol=1e-6)
+    assert there.reasons == here.reasons and [s.parts for s in there.scores["r"][0]] == [
+        pytest.approx(s.parts) for s in here.scores["r"][0]
+    ]
+    assert there.metrics["judge/failures"] == here.metrics["judge/failures"] == (8 if "flex" in name else 0)
+    assert ("judge/parse_failure_rate" in there.metrics) and [a.raw for a in there.answers["r"][0].values()] == [
+        a.raw for a in here.answers["r"][0].values()
+    ]
+
+
+def darker(prompt, image_a, image_b):
+    """P(image_a is better)."""
+    return float(image_b.mean() / (image_a.mean() + image_b.mean()))
+
+
 def test_cancelled_samples_free_the_server(tmp_path):
     """Cancelled samples are not scored later, which would delay the next step."""
     with Process(MOODY, "--max-batch", "2") as server:
         reward = remote(server.url, timeout_s=20.0)
-        answers = [reward.submit(Sample(f"until {tmp_path / 'go'} {k}", grey(k))) for k in range(30)]
+        answers = [
+            loop_thread().submit(reward.ask_one(Sample(f"until {tmp_path / 'go'} {k}", grey(k)))) for k in range(30)
+        ]
         server.wait_for("queued", 1)
         for answer in answers:
             answer.cancel()

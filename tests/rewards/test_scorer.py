@@ -5,6 +5,7 @@ images, so any mix-up of pairs, groups or orders shows. One reward's missing val
 rewards, and a slow streaming reward must not block the others.
 """
 
+import asyncio
 import json
 import threading
 from concurrent.futures import Future
@@ -15,12 +16,12 @@ from judge_server import JudgeServer, until
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.verdict import PairJudge, Verdict
+from prefgrpo.data.answer import Answer
+from prefgrpo.judge.client import Judge
 from prefgrpo.rewards import build
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import Reward, Sample
 from prefgrpo.rewards.log import log_judgements, truncate_log
-from prefgrpo.rewards.pairwise import VlmPairwise
-from prefgrpo.rewards.prepared import PreprocessedReward
+from prefgrpo.rewards.pairs import VlmPairwise
 from prefgrpo.rewards.scorer import DEADLINE_PASSED, Scorer
 
 LEVELS = [10, 20, 40, 80]
@@ -46,26 +47,28 @@ def run(scorer, levels, groups=(7, 9), step=0, order=None):
 # Pairs
 
 
-class StubJudge(PairJudge):
+class StubJudge(Judge):
     """P(first) = a / (a + b) of the grey levels; pairs with a level in `broken` fail, with one in `hang` never end."""
+
+    model = "stub"
+    clips = True
 
     def __init__(self, streams=True, broken=(), hang=()):
         self.streams, self.broken, self.hang = streams, set(broken), set(hang)
 
-    def _verdict(self, first, second):
-        a, b = level(first), level(second)
+    def _answer(self, media):
+        a, b = map(level, media)
         if {a, b} & self.broken:
-            return Verdict(None, "broken on purpose", 0.1, retries=2)
-        return Verdict(a / (a + b), "", 0.1)
+            return Answer(None, "broken on purpose", seconds=0.1, retries=2)
+        return Answer(a / (a + b), seconds=0.1)
 
-    def judge_group(self, prompt, media, pairs, source=()):
-        return [self._verdict(media[i], media[j]) for i, j in pairs]
+    def ask_all(self, template, texts, asked, source=()):
+        return [self._answer(media) for media in asked]
 
-    def submit(self, prompt, first, second, source=()):
-        future = Future()
-        if not {level(first), level(second)} & self.hang:
-            future.set_result(self._verdict(first, second))
-        return future
+    async def ask(self, template, texts, media, source=(), once=False):
+        if set(map(level, media)) & self.hang:
+            await asyncio.Event().wait()
+        return self._answer(media)
 
 
 def pairs(judge, size=4, plan="both_orders", **options):
@@ -95,7 +98,7 @@ def test_plans_ask_the_same_streamed_or_not_in_any_order_of_arrival(plan, asked)
     levels, rng, found = [10, 20, 40, 80, 15, 25, 45, 85], np.random.default_rng(0), []
     for streams, order in ((False, None), (True, None), (True, range(15, -1, -1)), (True, rng.permutation(16))):
         result = run(pairs(StubJudge(streams), 8, plan), levels, order=order)
-        listed = [list(verdicts) for verdicts in result.verdicts["vlm_pairwise"]]
+        listed = [list(verdicts) for verdicts in result.answers["vlm_pairwise"]]
         found.append((result.values["vlm_pairwise"].tobytes(), listed))
     assert all(one == found[0] for one in found) and [len(p) for p in found[0][1]] == [asked] * 2
 
@@ -114,7 +117,7 @@ def test_pairs_go_out_over_http_while_samples_are_made():
                 if member == 6:  # pairs of neighbours among existing members
                     until(lambda: len(server.requests) >= asked + 12, 60)
             result = s.finish()
-    assert [len(verdicts) for verdicts in result.verdicts["vlm_pairwise"]] == [8, 8]
+    assert [len(verdicts) for verdicts in result.answers["vlm_pairwise"]] == [8, 8]
     assert [np.flatnonzero(row == 1.0).tolist() for row in result.values["vlm_pairwise"]] == [[7], [7]]
     assert result.metrics["judge/failures"] == 0
     assert list(result.values) == ["vlm_pairwise", "jpeg_compressibility"]
@@ -123,7 +126,7 @@ def test_pairs_go_out_over_http_while_samples_are_made():
 def test_a_b_orders_differ_between_steps_and_repeat_for_a_seed():
     def asked(step, seed):
         result = run(pairs(StubJudge(), plan="round_robin", seed=seed), LEVELS, step=step)
-        return [pair for verdicts in result.verdicts["vlm_pairwise"] for pair in verdicts]
+        return [pair for verdicts in result.answers["vlm_pairwise"] for pair in verdicts]
 
     assert asked(3, 1) == asked(3, 1)
     assert len({tuple(asked(step, seed)) for step in range(3) for seed in range(3)}) > 3
@@ -149,7 +152,7 @@ def test_a_failed_comparison_counts_for_nobody_and_the_log_has_a_line_for_it(tmp
 def test_a_long_answer_is_logged_with_its_beginning_and_its_end(tmp_path):
     path = tmp_path / "judgements.jsonl"
     said = f"<think>First{'.' * 9000}</think><answer>Image 1</answer>"
-    log_judgements(path, "r", 0, 0, "p", {(0, 1): Verdict(1.0, raw=said), (1, 0): Verdict(0.0, raw="Image 2")})
+    log_judgements(path, "r", 0, 0, "p", {(0, 1): Answer(1.0, raw=said), (1, 0): Answer(0.0, raw="Image 2")})
     first, second = (json.loads(line)["raw"] for line in path.read_text().splitlines())
     assert first.startswith("<think>First.") and first.endswith(said[-1500:]) and len(first) < 2100
     assert second == "Image 2"
@@ -183,14 +186,15 @@ def test_a_sample_that_was_never_made_is_missing(streams):
 # Samples
 
 
-class Level(PointwiseReward):
+class Level(Reward):
     """The grey level, or its entry in `table`; an exception in the table is raised and so fails the whole call."""
 
     def __init__(self, **table):
         self.table = {int(key[1:]): value for key, value in table.items()}
 
-    def score(self, samples):
-        given = [self.table.get(level(s.media), Score(float(level(s.media)))) for s in samples]
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
+        given = [self.table.get(level(s.media), Answer(float(level(s.media)))) for s in samples]
         for value in given:
             if isinstance(value, Exception):
                 raise value
@@ -198,45 +202,18 @@ class Level(PointwiseReward):
 
 
 class Raises(StubJudge):
-    """Raises for every group; a pair with level 10 that is sent ends with an exception."""
+    """Raises for every group, and for a single pair with level 10."""
 
-    def judge_group(self, prompt, media, pairs, source=()):
+    def ask_all(self, template, texts, asked, source=()):
         raise RuntimeError("no such kernel")
 
-    def submit(self, prompt, first, second, source=()):
-        future = Future()
-        if 10 in (level(first), level(second)):
-            future.set_exception(RuntimeError("the loop is gone"))
-            return future
-        return super().submit(prompt, first, second, source)
+    async def ask(self, template, texts, media, source=(), once=False):
+        if 10 in map(level, media):
+            raise RuntimeError("the loop is gone")
+        return self._answer(media)
 
 
-class Echo(Level):
-    """Answers at once with the size and the level of what it gets."""
-
-    streams = True
-
-    def submit(self, sample):
-        future = Future()
-        future.set_result(Score(float(level(sample.media)), parts={"side": float(len(sample.media.pixels))}))
-        return future
-
-
-def test_preprocessing_does_not_hold_up_the_rollout(monkeypatch):
-    go = threading.Event()
-    resize = PreprocessedReward._pixels
-    monkeypatch.setattr(PreprocessedReward, "_pixels", lambda self, image: go.wait(60) and resize(self, image))
-    reward = PreprocessedReward(Echo, size=4)
-    answers = [reward.submit(sample(k)) for k in LEVELS]
-    assert not any(a.done() for a in answers)
-    go.set()
-    assert [a.result(60) for a in answers] == [Score(float(k), parts={"side": 4.0}) for k in LEVELS]
-    monkeypatch.setattr(PreprocessedReward, "_pixels", lambda self, image: (_ for _ in ()).throw(OSError("too large")))
-    result = run(Scorer({"echo": PreprocessedReward(Echo, jpeg=50)}, 4), LEVELS, groups=(7,))
-    assert result.reasons == {"echo: the reward raised OSError: too large": 4}
-
-
-class Streaming(PointwiseReward):
+class Streaming(Reward):
     """Never answers by itself: the test resolves its futures."""
 
     streams = True
@@ -244,19 +221,19 @@ class Streaming(PointwiseReward):
     def __init__(self, count):
         self.seen, self.waiting, self.complete, self.count = [], [], threading.Event(), count
 
-    def score(self, samples):
+    def ask(self, asked):
         raise AssertionError("a streaming reward is not called in bulk")
 
-    def submit(self, sample):
-        self.seen.append(level(sample.media))
+    async def ask_one(self, *samples):
+        self.seen.append(level(samples[0].media))
         self.waiting.append(Future())
         if len(self.seen) == self.count:
             self.complete.set()
-        return self.waiting[-1]
+        return await asyncio.wrap_future(self.waiting[-1])
 
 
 def test_values_that_are_missing_not_finite_or_raised_are_nan_and_counted(capfd):
-    rewards = {"odd": Level(v10=Score(None, "too dark"), v20=Score(float("nan")), v40=Score(float("inf")))}
+    rewards = {"odd": Level(v10=Answer(None, "too dark"), v20=Answer(float("nan")), v40=Answer(float("inf")))}
     rewards |= {"raises": Level(v20=RuntimeError("out of memory")), "whole": Level()}
     rewards["pairs"] = VlmPairwise(Raises())
     rewards["groups"] = VlmPairwise(Raises(False))
@@ -278,8 +255,8 @@ def test_values_that_are_missing_not_finite_or_raised_are_nan_and_counted(capfd)
 @pytest.mark.parametrize("gives", [1.0, None])
 def test_what_is_no_score_is_told(gives):
     result = run(Scorer({"odd": Level(v10=gives)}, 2), [10, 10])
-    message = f"'odd': expected one Score for each of 4 samples, got 4 of {type(gives).__name__}"
-    assert np.isnan(result.values["odd"]).all() and result.reasons == {f"odd: reward {message}": 4}
+    message = f"Level.ask: expected one Answer for each of 4 questions, got 4 of {type(gives).__name__}"
+    assert np.isnan(result.values["odd"]).all() and result.reasons == {f"odd: {message}": 4}
 
 
 def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():
@@ -287,12 +264,12 @@ def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():
     streaming = Streaming(8)
 
     class Slow(Level):
-        def score(self, samples):
+        def ask(self, asked):
             assert streaming.complete.wait(600)
             for future, value in zip(streaming.waiting[::-1], streaming.seen[::-1], strict=True):
                 if not future.done():
-                    future.set_result(Score(value * 2.0))
-            return super().score(samples)
+                    future.set_result(Answer(value * 2.0))
+            return super().ask(asked)
 
     result = run(Scorer({"slow": Slow(), "streaming": streaming}, 4), LEVELS)
     assert streaming.seen == [10, 20, 40, 80, 20, 40, 80, 10]
@@ -307,10 +284,10 @@ def test_an_in_process_reward_scores_a_group_while_the_next_is_generated(monkeyp
     rollout = threading.current_thread()
 
     class Told(Level):
-        def score(self, samples):
+        def ask(self, asked):
             assert threading.current_thread() is not rollout
             scored.set()
-            return super().score(samples)
+            return super().ask(asked)
 
     with Scorer({"told": Told()}, 4) as scorer:
         scorer.begin(0, [1, 2])
@@ -335,7 +312,7 @@ def test_a_second_step_may_begin_before_the_first_is_finished():
     for expected, group in zip(alone, (7, 9), strict=True):
         found = both.finish()
         assert np.array_equal(found.values["vlm_pairwise"], expected.values["vlm_pairwise"])
-        assert found.verdicts == expected.verdicts and list(found.samples) == [group]
+        assert found.answers == expected.answers and list(found.samples) == [group]
     with JudgeServer() as server:
         reward = {"vlm_pairwise": {"judge": JudgeConfig((server.url,))}}
         with Scorer(build("vlm_pairwise", reward), 2, deadline_s=600) as s:
@@ -373,9 +350,10 @@ def test_an_interrupt_while_answers_are_awaited_leaves_none_running():
     for group in (7, 9):
         for member in range(4):
             scorer.add(group, member, sample(LEVELS[member]))
+    assert streaming.complete.wait(60)
     for answer in streaming.waiting[:4]:
-        answer.set_result(Score(1.0))
+        answer.set_result(Answer(1.0))
     with pytest.raises(KeyboardInterrupt):
         scorer.finish(interrupt)
     scorer.close()
-    assert all(answer.cancelled() for answer in streaming.waiting[4:])
+    until(lambda: all(answer.cancelled() for answer in streaming.waiting[4:]), 60)

@@ -24,9 +24,10 @@ from reward_server import MOODY, TESTS, Process, brightness, parts_of
 from tiny_media import grey, noise
 
 from prefgrpo.commands import cli
-from prefgrpo.rewards.base import Sample, Score
-from prefgrpo.rewards.remote import CONTENT_TYPE, encode_frames, read_score, request_body
-from prefgrpo.rewards.serve import read_sample
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import Sample
+from prefgrpo.rewards.remote import CONTENT_TYPE, encode_frames, read_answer, request_body
+from prefgrpo.rewards.serve import read_samples
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def moody():
 
 
 def body(prompt, media):
-    return request_body(MOODY, Sample(prompt, media), [encode_frames(media)])
+    return request_body(MOODY, (Sample(prompt, media),), [encode_frames(media)])
 
 
 def post(url, raw):
@@ -55,22 +56,30 @@ pixels = st.builds(noise, st.integers(0, 2**32 - 1), st.integers(1, 20), st.inte
 
 
 @settings(max_examples=60)
-@given(st.text(), pixels, st.lists(pixels, max_size=2), st.dictionaries(st.text(), st.text() | st.integers()))
+@given(
+    st.text(),
+    st.lists(pixels, min_size=1, max_size=2),
+    st.lists(pixels, max_size=2),
+    st.dictionaries(st.text(), st.text() | st.integers()),
+)
 def test_what_is_sent_is_what_arrives(prompt, media, sources, meta):
-    sample = Sample(prompt, media, tuple(sources), meta)
-    files = [encode_frames(m) for m in (media, *sources)]
-    fields, received = parts_of(request_body("x", sample, files))
+    """One sample, or the two of a pair."""
+    samples = tuple(Sample(prompt, medium, tuple(sources), meta) for medium in media)
+    files = [encode_frames(m) for m in (*media, *sources)]
+    fields, received = parts_of(request_body("x", samples, files))
     assert received == [file for one in files for file in one]
-    found = read_sample(fields, received, "x")
-    assert found.media.frame_rate == media.frame_rate
-    assert (found.prompt, found.meta) == (prompt, meta) and len(found.source) == len(sources)
-    for a, b in zip((media, *sources), (found.media, *found.source), strict=True):
+    found = read_samples(fields, received, "x")
+    assert len(found) == len(samples) and found[0].media.frame_rate == media[0].frame_rate
+    for one in found:
+        assert (one.prompt, one.meta) == (prompt, meta) and len(one.source) == len(sources)
+    arrived = [*(one.media for one in found), *found[-1].source]
+    for a, b in zip((*media, *sources), arrived, strict=True):
         assert a.pixels.dtype == b.pixels.dtype and np.array_equal(a.pixels, b.pixels)
 
 
 @given(st.none() | st.floats(), st.text(), st.dictionaries(st.text(), st.floats()))
 def test_numbers_survive_as_they_are(value, reason, parts):
-    found = read_score("url", json.dumps(Score(value, reason, parts).row(), allow_nan=False).encode())
+    found = read_answer("url", json.dumps(Answer(value, reason, parts).row(), allow_nan=False).encode())
     finite = value is not None and np.isfinite(value)
     assert found.value == (value if finite else None) and (finite or found.reason)
     for name, part in parts.items():
@@ -80,7 +89,7 @@ def test_numbers_survive_as_they_are(value, reason, parts):
 @given(st.binary(max_size=60) | st.recursive(st.none() | st.text() | st.integers(), st.lists, max_leaves=9).map(str))
 def test_any_reply_is_read_or_refused(raw):
     with pytest.raises(ValueError):
-        read_score("url", raw if isinstance(raw, bytes) else raw.encode())
+        read_answer("url", raw if isinstance(raw, bytes) else raw.encode())
 
 
 GOOD = encode_frames(grey(9))[0]
@@ -100,7 +109,7 @@ GOOD = encode_frames(grey(9))[0]
 )
 def test_a_wrong_form_is_refused(row, files, message):
     with pytest.raises(ValueError, match=message):
-        read_sample(json.dumps(row), files, "edit")
+        read_samples(json.dumps(row), files, "edit")
 
 
 # the server
@@ -115,7 +124,7 @@ def test_answers(moody):
     assert post(moody.url, body("nan", grey(9)))[1] == nan
     assert post(moody.url, body("missing", grey(9)))[1] == {"value": None, "reason": "nothing to see"}
     assert moody.counts()["name"] == MOODY
-    for raw in (b"{}", request_body(MOODY, Sample("a", grey(9)), [[b""]])):
+    for raw in (b"{}", request_body(MOODY, (Sample("a", grey(9)),), [[b""]])):
         status, message = post(moody.url, raw)
         assert status == 400 and message
 
@@ -192,7 +201,7 @@ def test_sigterm_answers_what_was_sent_and_takes_nothing_new(tmp_path):
         (MOODY, ["--options", "load_error=no torch here"], "cannot be loaded: ImportError: no torch here"),
         (MOODY, ["--options", "value=.nan"], "gave no score to a probe sample: the reward returned nan"),
         (MOODY, ["--options", "colour=3"], "has no option 'colour'"),
-        ("vlm_pairwise", [], "compares the samples of a group"),
+        ("vlm_pairwise", [], "needs the option(s) judge"),
         ("jpeg_compressibility", ["--port", "BUSY"], "address already in use"),
     ],
 )
@@ -207,7 +216,7 @@ def test_what_cannot_be_served_ends_the_command(moody, capfd, name, options, mes
 def test_it_imports_only_light_libraries():
     """So that the server can run beside the old libraries that a reward pins."""
     script = (
-        "import sys, prefgrpo.rewards.serve as s, prefgrpo.rewards.jpeg\n"
+        "import sys, prefgrpo.rewards.serve as s, prefgrpo.rewards.simple\n"
         "heavy = {'torch', 'transformers', 'diffusers', 'tyro', 'peft', 'open_clip', 'scipy'}\n"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )

@@ -14,21 +14,23 @@ from hypothesis import strategies as st
 from reward_cases import drawn
 from tiny_media import grey
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.rewards import RewardSpecError, build, parse_reward_spec
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import Reward, Sample
 from prefgrpo.tiny import scenes
 
 A, B = "jpeg_compressibility", "jpeg_incompressibility"
 
 
-class Brightness(PointwiseReward):
+class Brightness(Reward):
     """A user-defined reward, named by its dotted path."""
 
     def __init__(self, scale: float = 1.0):
         self.scale = scale
 
-    def score(self, samples):
-        return [Score(self.scale * float(s.media.pixels.mean())) for s in samples]
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
+        return [Answer(self.scale * float(s.media.pixels.mean())) for s in samples]
 
 
 @pytest.mark.parametrize(
@@ -110,14 +112,18 @@ def test_options_are_checked_before_any_reward_is_made(monkeypatch):
         ([name], {name: {"scal": 2.0}}, r"no option 'scal'.*did you mean 'scale'"),
         ([name, A], {name: {"scale": 2.0}, A: {"quality": 95}}, "has no option 'quality'"),
         ([name, "vlm_pairwise"], {name: {"scale": 2.0}}, r"needs the option.*judge"),
-        (["vlm_pairwise"], {"vlm_pairwise": {"url": "http://a", "judge": {}}}, "has no option 'url'.*expected judge"),
+        (
+            ["vlm_pairwise"],
+            {"vlm_pairwise": {"url": "http://a", "judge": {}}},
+            "no option 'judge'.*plan, verdict, rate",
+        ),
         *(
             ([name], {name: {"scale": x}}, f"'scale' of reward '.*': Input should be a valid number, got {x!r}")
             for x in ("1", True, None)
         ),
         (["no.such.Thing"], {}, "cannot load"),
-        (["os.path"], {}, "not a Pointwise"),
-        (["math.pi"], {}, "not a PointwiseReward"),
+        (["os.path"], {}, "not a Reward"),
+        (["math.pi"], {}, "not a Reward"),
     ):
         with pytest.raises(RewardSpecError, match=message):
             build(spec, options)

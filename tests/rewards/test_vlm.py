@@ -12,9 +12,8 @@ from judge_server import JudgeServer, free_port, images, text_of
 from reward_cases_vlm import clip, grid, judge, speak
 from tiny_media import grey
 
-from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.client import HttpJudge
-from prefgrpo.judge.verdict import JudgeError, Verdict
+from prefgrpo.data.answer import Answer
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.rewards import build, load_class
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.scorer import Scorer
@@ -229,12 +228,11 @@ def test_flex_categories_by_name_whatever_their_numbering(server):
         f'{{"winner": "tie", "categories": [{{"name": "{next(said)}", "cat_winner": "Image {1 if b[0] > b[1] else 2}"}}'
         ', {"name": "x", "cat_winner": 7}]}'
     )
-    reward = build("unifiedreward_flex", {"unifiedreward_flex": {"judge": HttpJudge(JudgeConfig(
-        endpoints=(server.url,), image_format="png"), "flex")}})["unifiedreward_flex"]  # fmt: skip
+    reward = one(server, "unifiedreward_flex")
     found = reward.score([Sample("a cat", grey(level)) for level in (40, 130, 200)])
     assert [s.parts for s in found] == [{"overall": 0.5, "category/look": r, "categories": r} for r in (0.0, 0.5, 1.0)]
     said = [({"look": 1.0, "light": 1.0}, (0, 1)), ({"light": 1.0}, (1, 0))]  # the second answer lacks a category
-    scores, _, _ = reward.tally(2, {pair: Verdict(1.0, parts=parts) for parts, pair in said})
+    scores = reward.tally(2, {pair: Answer(1.0, parts=parts) for parts, pair in said}).members
     assert [s.parts["category/light"] for s in scores] == [0.5, 0.5], "its other category counts"
 
 
@@ -255,7 +253,7 @@ def test_what_does_not_fit_is_refused(server, tmp_path):
     for name in ("unifiedreward_style", "unifiedreward_think"):
         with pytest.raises(JudgeError, match="not reachable"):
             build(name, {name: {"judge": {"endpoints": [f"http://127.0.0.1:{free_port()}"], "deadline_s": 0.1}}})
-    with pytest.raises(JudgeError, match="which a judge in this process cannot answer"):
+    with pytest.raises(JudgeError, match="which a judge in this process does not write"):
         build("qwenvl", {"qwenvl": {"judge": {"endpoints": [], "model": "x"}}})
     with pytest.raises(JudgeError, match=r"unknown marker \{source\}"):
         one(server, "qwenvl", template="edit_done")

@@ -8,7 +8,6 @@ sample sent to another rank must reach its group.
 import itertools
 import os
 import threading
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +18,10 @@ import torch
 from tiny_run import ranks, recipe, settings, stored, world
 
 from prefgrpo.config.loading import from_dict
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import Reward
 from prefgrpo.rollout import render
 from prefgrpo.rollout.assignment import BatchPlan
 from prefgrpo.rollout.batch import Batch
@@ -32,19 +32,15 @@ from prefgrpo.trainer import Trainer
 from prefgrpo.update.trajectory import TrajectoryGradients
 
 
-class Streamed(PointwiseReward):
+class Streamed(Reward):
     """Brightness, scored as soon as a sample is ready; 0 for the prompts in TIED."""
 
     streams = True
 
-    def submit(self, sample):
-        answer = Future()
+    async def ask_one(self, *samples):
+        (sample,) = samples
         tied = sample.prompt in os.environ.get("TIED", "").split("\n")
-        answer.set_result(Score(0.0 if tied else float(sample.media.pixels.mean())))
-        return answer
-
-    def score(self, samples):
-        return [self.submit(sample).result() for sample in samples]
+        return Answer(0.0 if tied else float(sample.media.pixels.mean()))
 
 
 def brighter(prompt, image_a, image_b):

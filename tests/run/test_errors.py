@@ -19,7 +19,7 @@ from tiny_run import Hold, attempt, merged, recipe, rows, settings, start, train
 from prefgrpo.config.loading import from_dict
 from prefgrpo.models.attention import FLASH
 from prefgrpo.objectives import OBJECTIVES, objective_class
-from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.rewards.pairs import VlmPairwise
 from prefgrpo.run.errors import errors
 from tests.judge.test_http import process
 

@@ -19,12 +19,13 @@ from tiny_run import ALONE, rows, settings, tree
 
 from prefgrpo.commands.cli import main
 from prefgrpo.config.loading import from_dict
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import prompt_sets, step_prompts
-from prefgrpo.judge.verdict import PairJudge, Verdict
-from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.rewards.functions import FunctionPairwise
-from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.judge.client import Judge
+from prefgrpo.rewards.base import Reward
+from prefgrpo.rewards.functions import FunctionPairs
+from prefgrpo.rewards.pairs import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.render import sample, to_uint8
 from prefgrpo.run.checkpoint import CheckpointError
@@ -86,25 +87,27 @@ def test_pictures_are_rounded_as_diffusers_rounds():
 # ---- a run's evaluation -------------------------------------------------------------------------------------------
 
 
-class Bright(PairJudge):
+class Bright(Judge):
     """A judge that prefers the brighter image and gives no verdict on every seventh pair."""
 
+    model = "bright"
     streams = False
+    clips = False
 
     def __init__(self):
         self.asked = 0
 
-    def judge_group(self, prompt, media, pairs, source=()):
-        out = []
-        for i, j in pairs:
-            self.asked += 1
-            gap = float(media[i].pixels.mean()) - float(media[j].pixels.mean())
-            lost = self.asked % 7 == 0
-            out.append(Verdict(None, "lost") if lost else Verdict(1.0 if gap > 0 else 0.5 if gap == 0 else 0.0))
-        return out
+    async def ask(self, template, texts, media, source=(), once=False):
+        raise AssertionError("a judge in this process gets all pairs of a group")
 
-    def close(self):
-        pass
+    def ask_all(self, template, texts, asked, source=()):
+        out = []
+        for first, second in asked:
+            self.asked += 1
+            gap = float(first.pixels.mean()) - float(second.pixels.mean())
+            lost = self.asked % 7 == 0
+            out.append(Answer(None, "lost") if lost else Answer(1.0 if gap > 0 else 0.5 if gap == 0 else 0.0))
+        return out
 
 
 SAMPLING = {"guidance": 2.0}
@@ -198,15 +201,16 @@ def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
     evaluator.scorer = keep
 
 
-class Levels(PointwiseReward):
+class Levels(Reward):
     """The mean of the pixels, and a count of the samples that were scored."""
 
     seen = 0
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         self.seen += len(samples)
         return [
-            Score(float(s.media.pixels.mean()), parts={"red": float(s.media.pixels[..., 0].mean())}) for s in samples
+            Answer(float(s.media.pixels.mean()), parts={"red": float(s.media.pixels[..., 0].mean())}) for s in samples
         ]
 
 
@@ -216,15 +220,13 @@ def test_the_images_of_the_start_are_drawn_and_scored_once_and_judged_by_nobody(
     monkeypatch.setattr(evaluator, "render", None)
     levels = Levels()
     judge = Bright()
-    monkeypatch.setattr(
-        evaluator, "scorer", Scorer({"v": VlmPairwise(judge), "w": FunctionPairwise(max), "l": levels}, 2)
-    )
+    monkeypatch.setattr(evaluator, "scorer", Scorer({"v": VlmPairwise(judge), "w": FunctionPairs(max), "l": levels}, 2))
     found = evaluator.run(0).metrics()
     both = zip(evaluator.eval_set.items, evaluator.before, strict=True)
     pairs = [BothSamples(*[sample(p, Media(image), evaluator.sizes)] * 2) for p, image in both]
     assert (judge.asked, levels.seen) == (0, len(pairs)) and evaluator.reasons == {}
     judge.asked = 0
-    measures = compare(Scorer({"w": FunctionPairwise(lambda *_: 0.5), "l": levels}, 2), pairs).measures
+    measures = compare(Scorer({"w": FunctionPairs(lambda *_: 0.5), "l": levels}, 2), pairs).measures
     tied = [of_pair | {JUDGE: Measure(wins=0.5)} for of_pair in measures]
     want = compared("dev", evaluator.eval_set.group, tied).metrics()
     assert found == want and found["dev/win_judge"] == found["dev/win_l"] == 0.5 and "dev/l.red" in found

@@ -170,7 +170,9 @@ def test_what_is_no_number_is_unknown():
     assert flat({Subject("x"): found}) == {
         "x": pytest.approx(NAN, nan_ok=True), "x_before": pytest.approx(NAN, nan_ok=True), "win_x": 0.5,
     }  # fmt: skip
-    assert read_measures({}) == {}
+    assert read_measures({}) == {} and read_measures({"x_missing": None})[Subject("x")].now == Estimate()
+    for torn in ('"x', 'a."', '"\\q"', '"a"b"'):
+        assert read_measures({torn: 0.5}), "a row by other hands is no error"
 
 
 def test_each_judge_of_a_step_has_its_keys_and_one_alone_those_of_all():

@@ -28,8 +28,15 @@ from prefgrpo.rollout import render
 from prefgrpo.rollout.render import decode, to_uint8
 from prefgrpo.run import memory
 from prefgrpo.run.log import Clock
-from prefgrpo.run.memory import certain_bytes, check_memory, kept_attention, static_bytes, stored_bytes, velocity_bytes
-from prefgrpo.run.notes import memory_line
+from prefgrpo.run.memory import (
+    certain_bytes,
+    check_memory,
+    kept_attention,
+    memory_line,
+    static_bytes,
+    stored_bytes,
+    velocity_bytes,
+)
 from prefgrpo.run.opening import open_adapter, open_policy
 
 FLUX = case_of("flux")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tiny_run import ALONE
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.metric import Metric
-from prefgrpo.judge.verdict import Verdict
 from prefgrpo.ops import METRICS
 from prefgrpo.rewards.scorer import judge_metrics
 from prefgrpo.run.metrics import (
@@ -96,9 +96,9 @@ def test_a_step_without_training_has_figures_without_nan():
 
 
 def judge_step(count, retries):
-    verdicts = [Verdict(0.5 if k else 1.0, retries=retries) for k in range(count)]
+    verdicts = [Answer(0.5 if k else 1.0, retries=retries) for k in range(count)]
     waited = {"judge/wait_s": Metric(2.0, "max", timed=True)}
-    return judge_metrics([{(0, k): v for k, v in enumerate([*verdicts, Verdict(None, "lost")])}]) | waited
+    return judge_metrics([{(0, k): v for k, v in enumerate([*verdicts, Answer(None, "lost")])}]) | waited
 
 
 def test_every_metric_is_reduced_over_ranks_as_its_producer_says():

@@ -18,7 +18,6 @@ from PIL import Image
 from report_run import eval_row, make_run, train_row
 
 from prefgrpo.config.loading import from_dict
-from prefgrpo.run import trackers
 from prefgrpo.run.errors import tracker_errors
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import Log
@@ -153,6 +152,6 @@ def test_wandb_offline(folder, monkeypatch):
 
 
 def test_a_library_that_is_absent_is_named_at_the_start(monkeypatch):
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    monkeypatch.setattr("prefgrpo.run.errors.find_spec", lambda name: None)
     (problem,) = tracker_errors(config(trackers=["wandb"]))
     assert problem == "trackers: wandb is not installed; run `pip install wandb`, or remove it from trackers"

@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from tiny_run import environment, merged
 
 import prefgrpo
+from prefgrpo.data.answer import Answer
 from prefgrpo.models import MODELS, family
 from prefgrpo.parallel.world import pick_device
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import Reward
 
 EMULATOR = os.environ.get("PREFGRPO_GPU_EMULATOR", "")
 pytestmark = [
@@ -118,12 +119,13 @@ def test_evaluation_checkpoints_and_resuming(tmp_path):
     assert (tmp_path / "runs" / "run" / "checkpoints" / "step_000003").is_dir()
 
 
-class Contrast(PointwiseReward):
+class Contrast(Reward):
     """Computed on this process's GPU, in the scorer's thread."""
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         gpu = pick_device()
-        return [Score(float(torch.from_numpy(s.media.pixels).to(gpu).float().std())) for s in samples]
+        return [Answer(float(torch.from_numpy(s.media.pixels).to(gpu).float().std())) for s in samples]
 
 
 def test_every_thread_uses_the_gpu_of_its_process(tmp_path):

@@ -28,8 +28,8 @@ from prefgrpo.data.tables import DataError
 from prefgrpo.report import write_report
 from prefgrpo.rollout.source_images import fit
 from prefgrpo.rollout.stored_groups import unguided
-from prefgrpo.run.offline import DRAWS, FIRST_GROUP
-from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
+from prefgrpo.run.offline import DRAWS
+from prefgrpo.sde.noise import HELD_OUT_GROUPS, endpoint_noise, endpoint_normal
 from prefgrpo.tiny import pipelines
 from prefgrpo.trainer import Trainer
 from prefgrpo.update.policy import Policy
@@ -397,7 +397,7 @@ def test_the_accuracy_on_held_out_pairs(trainer, place):
         reward = []
         with torch.no_grad():
             for sample in group.samples:
-                at = (place, group.prompt.text, sample.file, FIRST_GROUP + k)
+                at = (place, group.prompt.text, sample.file, HELD_OUT_GROUPS + k)
                 gains = [
                     oracle.error(oracle.base, *at, draw, DRAWS) - oracle.error(oracle.policy, *at, draw, DRAWS)
                     for draw in range(DRAWS)

@@ -25,7 +25,7 @@ from prefgrpo.config.schema import Config
 from prefgrpo.models import MODELS, family_of
 from prefgrpo.models import base as models_base
 from prefgrpo.models.folder import hub_id, locate
-from prefgrpo.rewards.jpeg import JpegCompressibility
+from prefgrpo.rewards.simple import JpegCompressibility
 from prefgrpo.run.measures import Subject, read_comparison, rewards_of_step
 from prefgrpo.tiny import pipelines
 

@@ -7,6 +7,7 @@ staleness must change no number. A judge that answers a step only once the next 
 events (in series it would never answer). A resumed run must equal an uninterrupted one, and two processes one.
 """
 
+import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -16,8 +17,9 @@ from grpo_formula import plain_formula
 from tiny_run import BRIGHTNESS, all_end, batches_of, ranks, recipe, rows, stored, weights
 
 from prefgrpo import trainer as trainer_module
+from prefgrpo.data.answer import Answer
 from prefgrpo.ending import TrainingStopped
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import Reward
 from prefgrpo.run.log import Clock
 
 STALE = {"staleness": 1}
@@ -113,7 +115,7 @@ def test_where_no_weight_moves_nothing_changes(trainer, case):
 STEPS, SAMPLES = 3, 8
 
 
-class OneStepLate(PointwiseReward):
+class OneStepLate(Reward):
     """Answers a step's samples only when all samples of the next step have been submitted."""
 
     streams = True
@@ -121,16 +123,17 @@ class OneStepLate(PointwiseReward):
     def __init__(self):
         self.asked = []
 
-    def score(self, samples):
+    def ask(self, asked):
         raise AssertionError("a streaming reward is not called in bulk")
 
-    def submit(self, sample):
-        self.asked.append((Future(), Score(float(sample.media.pixels.mean()))))
+    async def ask_one(self, *samples):
+        own = Future()
+        self.asked.append((own, Answer(float(samples[0].media.pixels.mean()))))
         whole, rest = divmod(len(self.asked), SAMPLES)
         for future, score in self.asked[: (whole - (whole < STEPS)) * SAMPLES] if not rest else ():
             if not future.done():
                 future.set_result(score)
-        return self.asked[-1][0]
+        return await asyncio.wrap_future(own)
 
 
 def test_the_next_samples_are_made_before_the_scores_are_there(trainer, monkeypatch, capsys):

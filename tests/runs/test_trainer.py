@@ -18,48 +18,53 @@ from families import embed, unfuse
 from grpo_formula import plain_formula
 from tiny_run import BRIGHTNESS, collect, computed, rows, targets_of
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.ending import TrainingStopped
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import Reward
 from prefgrpo.sde import noise
 
 
-class Constant(PointwiseReward):
-    def score(self, samples):
-        return [Score(0.3) for _ in samples]
+class Constant(Reward):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
+        return [Answer(0.3) for _ in samples]
 
 
-class HalfTied(PointwiseReward):
+class HalfTied(Reward):
     """All members of the first group get the same reward."""
 
     tied = ""
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         self.tied = self.tied or samples[0].prompt
-        return [Score(0.1 if s.prompt == self.tied else float(s.media.pixels.mean())) for s in samples]
+        return [Answer(0.1 if s.prompt == self.tied else float(s.media.pixels.mean())) for s in samples]
 
 
-class OneMissing(PointwiseReward):
+class OneMissing(Reward):
     first = ""
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         self.first = self.first or samples[0].prompt
-        scores = [Score(float(s.media.pixels.mean())) for s in samples]
-        return [Score(None, "lost") if n == 1 and self.first == samples[0].prompt else s for n, s in enumerate(scores)]
+        scores = [Answer(float(s.media.pixels.mean())) for s in samples]
+        return [Answer(None, "lost") if n == 1 and self.first == samples[0].prompt else s for n, s in enumerate(scores)]
 
 
 def brighter(prompt, image_a, image_b):
     return float(np.sign(image_a.mean() - image_b.mean()) + 1) / 2
 
 
-class TooFew(PointwiseReward):
-    def score(self, samples):
-        return [Score(1.0)]
+class TooFew(Reward):
+    def ask(self, asked):
+        return [Answer(1.0)]
 
 
-class Mostly(PointwiseReward):
-    def score(self, samples):
-        return [Score(1.0) if n % 3 else Score(float("nan")) for n in range(len(samples))]
+class Mostly(Reward):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
+        return [Answer(1.0) if n % 3 else Answer(float("nan")) for n in range(len(samples))]
 
 
 HERE = f"{__name__}."
@@ -233,7 +238,7 @@ def test_a_missing_reward_is_left_out_of_its_group(trainer):
 
 @pytest.mark.parametrize(
     ("name", "share", "reason"),
-    [("Mostly", 38, "the reward returned nan"), ("TooFew", 100, "expected one Score for each of 8 samples, got 1")],
+    [("Mostly", 38, "the reward returned nan"), ("TooFew", 100, "expected one Answer for each of 8 samples, got 1")],
 )
 def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer, name, share, reason):
     one = trainer(name=name, rewards=f"{HERE}{name}", eval={"every": 0})

@@ -43,9 +43,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from prefgrpo.commands import cli
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
+from prefgrpo.data.answer import Answer
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.shard import to_local
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import Reward
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import Checkpoints
 from prefgrpo.run.folder import RunFolder
@@ -54,14 +55,16 @@ pytestmark = pytest.mark.dist
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "prefgrpo"]
 
 
-class RankOneIsTied(PointwiseReward):
-    def score(self, samples):
-        return [Score(0.0 if os.environ["RANK"] == "1" else float(s.media.pixels.mean())) for s in samples]
+class RankOneIsTied(Reward):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
+        return [Answer(0.0 if os.environ["RANK"] == "1" else float(s.media.pixels.mean())) for s in samples]
 
 
-class RankOneHasNone(PointwiseReward):
-    def score(self, samples):
-        return [Score(None, "no luck") if os.environ["RANK"] == "1" else Score(1.0) for _ in samples]
+class RankOneHasNone(Reward):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
+        return [Answer(None, "no luck") if os.environ["RANK"] == "1" else Answer(1.0) for _ in samples]
 
 
 HERE = f"{__name__}."

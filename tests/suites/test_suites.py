@@ -21,11 +21,12 @@ from PIL import Image
 from reward_cases_own import geneval as geneval_options
 from tiny_run import Hold, attempt, ranks, recipe, start, tree
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.file_names import Generated
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.rewards import build
-from prefgrpo.rewards.base import RewardError, Sample, Score
+from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.unigenbench import Points, Wording
 from prefgrpo.suites import load_suite
 from prefgrpo.tiny import pipelines
@@ -389,7 +390,7 @@ def scored(suite, rows, p):
     gm = [None if x is None else float(np.exp(np.mean(np.log(x)))) for x in p]
     parts = [{str(j): v for j, v in enumerate(x or (), start=1)} for x in p]
     return suite.results(
-        files, [Score(v, "" if v else "no answer", parts=q) for v, q in zip(gm, parts, strict=True)], {}
+        files, [Answer(v, "" if v else "no answer", parts=q) for v, q in zip(gm, parts, strict=True)], {}
     )
 
 
@@ -540,7 +541,7 @@ def test_geneval_leaves_prompts_with_a_missing_image_out(values, images, prompts
     held = [Prompt(k, f"p{k}", {"tag": "counting"}) for k in range(len(values))]
     files = suite.sample_files(held, len(values[0]), Path("out"), ".png")
     flat = [v for row in values for v in row]
-    scores = [Score(None, "torn") if v is None else Score(v) for v in flat]
+    scores = [Answer(None, "torn") if v is None else Answer(v) for v in flat]
     found = suite.results([Generated(p, file) for p, _, file in files], scores, {})
     assert found.summary["correct images"] == images and found.summary["prompts with a correct image"] == prompts
     named = [str(file.relative_to("out")) for (_, _, file), v in zip(files, flat, strict=True) if v is None]

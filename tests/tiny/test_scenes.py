@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pair_questions import asker
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.local import LocalJudge
@@ -68,7 +69,7 @@ def test_base_draws_scenes_but_often_the_wrong_ones():
 def right_in_both_orders(folder, combos):
     """Share of correct verdicts on a true scene against one with another colour, shape or place."""
     own, generator, right = (
-        LocalJudge(str(folder), "caption_match"),
+        asker(LocalJudge(str(folder)), "caption_match"),
         torch.Generator().manual_seed(0),
         [],
     )
@@ -77,7 +78,7 @@ def right_in_both_orders(folder, combos):
         other = combo._replace(**{name: (getattr(combo, name) + 1) % count})
         images = (scenes.render([combo, other], generator) * 255).round().byte().permute(0, 2, 3, 1).numpy()
         verdicts = own.judge_group(scenes.caption(combo, k % 3), [Media(x) for x in images], [(0, 1), (1, 0)])
-        right += [verdicts[0].first > 0.5, verdicts[1].first < 0.5]
+        right += [verdicts[0].value > 0.5, verdicts[1].value < 0.5]
     return np.mean(right)
 
 

@@ -5,6 +5,7 @@ weights (exchanged), with samples made ahead, and over processes, where all must
 events is shown by a judge that answers only when it has seen them.
 """
 
+import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import ClassVar
@@ -13,24 +14,23 @@ import pytest
 import torch
 from tiny_run import BRIGHTNESS, all_end, ranks, recipe, rows, weights
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.models.base import Adapter
 from prefgrpo.objectives.grpo import GRPO
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import Reward
 from prefgrpo.update import reference
 
 
-class AtOnce(PointwiseReward):
+class AtOnce(Reward):
     """Mean of all pixels; every answer is there as soon as it is asked for."""
 
     streams = True
 
-    def score(self, samples):
+    def ask(self, asked):
         raise AssertionError("a streaming reward is not called in bulk")
 
-    def submit(self, sample):
-        answer = Future()
-        answer.set_result(Score(float(sample.media.pixels.mean())))
-        return answer
+    async def ask_one(self, *samples):
+        return Answer(float(samples[0].media.pixels.mean()))
 
 
 class Awaited(AtOnce):
@@ -38,9 +38,10 @@ class Awaited(AtOnce):
 
     asked: ClassVar[list] = []
 
-    def submit(self, sample):
-        Awaited.asked.append((Future(), super().submit(sample).result()))
-        return Awaited.asked[-1][0]
+    async def ask_one(self, *samples):
+        answer = Future()
+        Awaited.asked.append((answer, await super().ask_one(*samples)))
+        return await asyncio.wrap_future(answer)
 
     @staticmethod
     def answer():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,24 @@ from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import SEPARATE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.pairs import both_orders
-from prefgrpo.judge.template import FRAMES, Shown, Template, load_template
-from prefgrpo.judge.verdict import JudgeError, PairJudge
+from prefgrpo.judge.check import Shape, check
+from prefgrpo.judge.client import Judge, open_judge
+from prefgrpo.judge.http import JudgeError
+from prefgrpo.judge.template import (
+    FRAMES,
+    PAIR_ANSWERS,
+    PairTemplates,
+    Shown,
+    Template,
+    load_pair_templates,
+    load_template,
+)
 from prefgrpo.models import family
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, factory, load_class
-from prefgrpo.rewards.base import PointwiseReward, Reward, Sample
-from prefgrpo.rewards.functions import FunctionPairwise, FunctionReward, failure
-from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.rewards.base import Reward, Sample
+from prefgrpo.rewards.functions import failure
+from prefgrpo.rewards.pairs import both_orders
 from prefgrpo.rewards.scorer import Scorer
 
 
@@ -41,7 +49,7 @@ def asks_judge(entry: RewardEntry) -> bool:
 
 def _compares(entry: RewardEntry) -> bool:
     """Whether a reward asks a judge from this process which of two media is better."""
-    return asks_judge(entry) and issubclass(load_class(entry.reward), VlmPairwise)
+    return asks_judge(entry) and load_class(entry.reward).compares
 
 
 def _question(entry: RewardEntry) -> str:
@@ -80,7 +88,9 @@ class Rewards:
         self.notes: list[str] = []
         """What the checks of the judges found."""
         self._built: list[tuple[RewardEntry, Reward]] = []
-        self._judges: dict[str, PairJudge] = {}
+        self.served: dict[str, str] = {}
+        """The model that the servers of each pairwise reward's judge serve."""
+        self._checked: list[tuple[Judge, PairTemplates]] = []
 
     def build(self, field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt]) -> dict[str, Reward]:
         """The rewards of these entries by name. field: where they are configured.
@@ -93,14 +103,14 @@ class Rewards:
         self.check(field, new, prompts)
         ready = [replace(e, options=e.options | self._judge_option(e, prompts)) for e in new]
         built = build(ready) if ready else {}
-        if errors := unsupported(self.media, field, built, prompts):  # an open judge may take less than its class
+        if errors := unsupported(self.media, field, built, prompts):  # an open judge may accept less than its class
             raise ConfigError(errors)
         self._built += [(entry, built[entry.name]) for entry in new]
         rewards |= built
         return {name: rewards[name] for name in wanted}
 
     def check(self, field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt]) -> None:
-        """What can be known before a judge is asked or a reward is loaded. Raises ConfigError if a reward, or its
+        """Checks what is known before a judge is asked or a reward is loaded. Raises ConfigError if a reward, or its
         template, cannot score these prompts, or a Python function fails on grey images."""
         entries = list(entries)
         classes = {entry.name: load_class(entry.reward) for entry in entries}
@@ -113,57 +123,53 @@ class Rewards:
         shape = (FRAMES, r.height, r.width, 3) if "video" in self.media else (r.height, r.width, 3)
         for entry in entries if prompts else ():
             cls = load_class(entry.reward)
-            if "url" not in entry.options and issubclass(cls, FunctionReward | FunctionPairwise):
+            if cls.of_function and "url" not in entry.options:
                 source = tuple(Media(np.asarray(image)) for image in prompts[0].images())
                 sample = Sample(prompts[0].text, Media(np.full(shape, 128, np.uint8)), source, prompts[0].meta)
                 if why := failure(factory(entry.reward, entry.options)(), sample):
                     yield f"{field}: {entry.name}, tried on grey images {list(shape)}: {why}"
 
-    def _judge_option(self, entry: RewardEntry, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """A reward's option `judge`, once every process reaches it: a pairwise reward's is open, and has judged a pair
-        as large as those of this run. Raises JudgeError."""
+    def _judge_option(self, entry: RewardEntry, prompts: Sequence[Prompt]) -> dict[str, Judge]:
+        """A reward's option `judge`, open, once every process reaches it. Raises JudgeError.
+
+        For a reward that compares, it has judged a pair as large as those of this run."""
         if not asks_judge(entry):
             return {}
         config = judge_config(self.config, entry, self.world)
-        if config.endpoints:
-            self._reach(config)
+        kinds = getattr(load_class(entry.reward), "kinds", PAIR_ANSWERS)
+        judge = open_judge(config, kinds, str(self.world.device))
+        self._reach(judge)
         if not _compares(entry):
-            return {"judge": config}
-        from prefgrpo.judge.check import Shape, check, open_judge
-
-        shown = Shown(entry.options.get("frames"), entry.options.get("max_pixels"))
-        key = repr((config, _question(entry), shown))
-        if key not in self._judges:
-            judge = open_judge(config, _question(entry), str(self.world.device), shown)
+            return {"judge": judge}
+        if judge.streams:
+            self.served[entry.name] = judge.model
+        templates = load_pair_templates(
+            _question(entry), Shown(entry.options.get("frames"), entry.options.get("max_pixels"))
+        )
+        if (judge, templates) not in self._checked:
+            self._checked.append((judge, templates))
             r = self.config.rollout
             clips = judge.clips and "video" in self.media
             longest = max((prompt.text for prompt in prompts), key=len, default="")
-            shape = Shape(r.height, r.width, judge.template.frames if clips else 1, longest) if prompts else None
-            health = self.world.on_main(lambda: check(judge, known_answers=True, clips=clips, shape=shape), JudgeError)
+            shape = Shape(r.height, r.width, templates.images.frames if clips else 1, longest) if prompts else None
+            health = self.world.on_main(
+                lambda: check(judge, templates, known_answers=True, clips=clips, shape=shape), JudgeError
+            )
             self.notes += [f"judge {row}" for row in health.rows] if health else []
-            self._judges[key] = judge
-        return {"judge": self._judges[key]}
+        return {"judge": judge}
 
-    def _reach(self, judge: JudgeConfig) -> None:
+    def _reach(self, judge: Judge) -> None:
         """Wait in every process until it reaches a server. JudgeError in all of them if one cannot."""
-        from prefgrpo.judge.check import check_reachable
-
         first_here = os.environ.get("LOCAL_RANK", "0") == "0"
         where = f"rank {self.world.rank} on {socket.gethostname()}: " if self.world.size > 1 else ""
         problem = ""
         try:
-            check_reachable(judge, say=lambda line: first_here and print(f"{where}{line}", flush=True))
+            judge.reach(say=lambda line: first_here and print(f"{where}{line}", flush=True))
         except JudgeError as error:
             problem = f"{where}{error}"
         if problems := [text for text in self.world.all_gather_object(problem) if text]:
             more = f" ({len(problems)} of {self.world.size} processes)" if self.world.size > 1 else ""
             raise JudgeError(f"{problems[0]}{more}")
-
-    @property
-    def served(self) -> dict[str, str]:
-        """The model that the servers of each pairwise reward's judge serve."""
-        judges: dict[str, Any] = {entry.name: getattr(reward, "judge", None) for entry, reward in self._built}
-        return {name: j.client.model for name, j in judges.items() if hasattr(j, "client")}
 
     def close(self) -> None:
         """Close all rewards and their judges."""
@@ -213,7 +219,7 @@ def unsupported(
 
 
 def unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:
-    """Columns of the prompts that nothing in this run reads; none if a reward of one's own may read any."""
+    """Columns of the prompts that nothing in this run reads; none if a reward of the user's may read any."""
     classes = [load_class(entry.reward) for entry in (*config.rewards, *config.measured)]
     if not all(cls.__module__.startswith("prefgrpo.rewards.") for cls in classes):
         return []
@@ -238,25 +244,14 @@ def training_scorer(config: Config, rewards: Mapping[str, Reward], log: Path, wo
 
 def evaluation_scorer(config: Config, rewards: Mapping[str, Reward]) -> Scorer:
     """The scorer of (current, initial) pairs under the rewards of `config.measured`: pairs are compared in both orders,
-    and a judge's answers are won, tied or lost."""
-    if not config.eval.rewards:  # of what is trained, those that can score two samples
-        scores_two = (PointwiseReward, FunctionPairwise, VlmPairwise)
-        rewards = {name: reward for name, reward in rewards.items() if isinstance(reward, scores_two)}
+    and a judge's answers are rounded to won, tied or lost."""
     trained = {entry.name for entry in config.rewards if entry.weight and entry in config.measured}
     rewards = dict(sorted(rewards.items(), key=lambda item: item[0] not in trained))
-    in_both_orders: dict[str, Reward] = {}
-    for name, reward in rewards.items():
-        if isinstance(reward, VlmPairwise):  # a training plan need not fit two samples
-            pairwise = copy(reward)
-            pairwise.plan = both_orders.__name__
-            pairwise.plan_pairs = both_orders
-            pairwise.verdict = "hard" if reward.judged else reward.verdict
-            in_both_orders[name] = pairwise
-    return Scorer({**rewards, **in_both_orders}, 2, config.judge.deadline_s, config.seed)
+    return Scorer(rewards, 2, config.judge.deadline_s, config.seed, plan=both_orders)
 
 
 def judges_of(rewards: Mapping[str, Reward]) -> dict[str, str]:
     """Name of each pairwise judge → its name in an evaluation: `judge` for the first, which is a trained one if there
     is one; the others keep their names."""
-    names = [name for name, r in rewards.items() if isinstance(r, VlmPairwise) and r.judged]
+    names = [name for name, reward in rewards.items() if reward.compares and reward.judged]
     return {name: name if k else "judge" for k, name in enumerate(names)}

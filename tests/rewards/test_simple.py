@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reward_cases import GRID
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.grid import MOST, grid_of, split, sub_prompts
+from prefgrpo.rewards.simple import MOST, grid_of, split, sub_prompts
 
 
 def found_in(prompt, meta=None):

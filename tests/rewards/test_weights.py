@@ -12,7 +12,7 @@ from tiny_rewards import aesthetic_head, clip_folder, hps_folder, open_clip_fold
 
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError
-from prefgrpo.rewards.checkpoints import folder_of, source_of
+from prefgrpo.rewards.weights import folder_of, source_of
 
 
 @pytest.fixture(scope="module")

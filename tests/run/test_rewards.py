@@ -11,17 +11,19 @@ import reward_cases_vlm
 import torch
 import yaml
 from judge_server import JudgeServer
+from tiny_media import grey
 from tiny_run import ALONE, all_end, ranks, recipe, rows, settings, train
 
 from prefgrpo.arguments import PairwiseJudge, run_config
 from prefgrpo.config.loading import differences, from_dict
 from prefgrpo.config.recipe import ConfigError
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build
-from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.rewards.pairwise import VlmPairwise
-from prefgrpo.run.judging import Rewards, evaluation_scorer, judge_config, judges_of, unsupported
+from prefgrpo.rewards.base import Reward, Sample
+from prefgrpo.rewards.pairs import VlmPairwise
+from prefgrpo.run.rewards import Rewards, evaluation_scorer, judge_config, judges_of, unsupported
 
 OTHER = f"{__name__}.Other"
 EDIT = f"{__name__}.EditScore"
@@ -35,13 +37,14 @@ class Other(VlmPairwise):
     template = "think"
 
 
-class EditScore(PointwiseReward):
+class EditScore(Reward):
     takes = ("image", "video")
     needs_source = True
     meta_keys = ("tag",)
 
-    def score(self, samples):
-        return [Score(1.0) for _ in samples]
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
+        return [Answer(1.0) for _ in samples]
 
 
 def config(place, **over):
@@ -65,13 +68,13 @@ def test_each_reward_asks_its_own_judge_with_its_own_question(place):
         built = rewards.build("rewards", c.rewards, [])
         one = built["vlm_pairwise"]
         other = built[OTHER]
-        assert (one.plan, one.judge.template.name, one.judge.config.timeout_s) == ("both_orders", "caption_match", 9.0)
-        assert (other.plan, other.judge.template.name, other.judge.config.timeout_s) == ("k_regular(2)", "think", 7.0)
+        assert (one.plan, one.templates.images.name, one.judge.timeout_s) == ("both_orders", "caption_match", 9.0)
+        assert (other.plan, other.templates.images.name, other.judge.timeout_s) == ("k_regular(2)", "think", 7.0)
         assert other.judge.config.endpoints == (second.url,) and len(rewards.notes) >= 2
         assert rewards.build("eval.rewards", c.measured, []) == built, "evaluation uses the trained objects"
-        both = evaluation_scorer(c, built).rewards
-        assert judges_of(both) == {"vlm_pairwise": "judge", OTHER: OTHER} and both["vlm_pairwise"].judge is one.judge
-        assert both["vlm_pairwise"].plan == both[OTHER].plan == "both_orders"
+        measuring = evaluation_scorer(c, built)
+        assert judges_of(measuring.rewards) == {"vlm_pairwise": "judge", OTHER: OTHER}
+        assert measuring.rewards == built and measuring.plan(2, 0) == [(0, 1), (1, 0)]
         rewards.close()
 
 
@@ -153,10 +156,14 @@ def test_options_of_a_judge_and_of_a_reward_are_compared_by_name(place):
 def test_a_training_plan_of_a_function_need_not_fit_the_pairs_of_an_evaluation(place):
     c = config(place, rewards=[entry(f"{__name__}.brighter", plan="k_regular(3)")], rollout={"group_size": 4})
     built = Rewards(c, ALONE).build("rewards", c.rewards, [])
-    (measured,) = evaluation_scorer(c, built).rewards.values()
-    (trained,) = built.values()
-    assert (measured.plan, trained.plan, len(trained.plan_pairs(4, 0))) == ("both_orders", "k_regular(3)", 6)
-    assert measured.plan_pairs(2, 0) == [(0, 1), (1, 0)] and measured.judge is trained.judge
+    measuring = evaluation_scorer(c, built)
+    assert measuring.rewards == built and len(built[f"{__name__}.brighter"].keys(4, 0)) == 6
+    measuring.begin(0, [0])
+    for member, level in enumerate((200, 100)):
+        measuring.add(0, member, Sample("p", grey(level)))
+    found = measuring.finish()
+    assert [list(answers) for answers in found.answers[f"{__name__}.brighter"]] == [[(0, 1), (1, 0)]]
+    assert found.values[f"{__name__}.brighter"].tolist() == [[1.0, 0.0]]
 
 
 def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefgrpo.judge.pairs import PLANS, bradley_terry, get_plan, k_regular, rate_groups, verdict_table
+from prefgrpo.rewards.pairs import PLANS, bradley_terry, get_plan, k_regular, pair_table, rate_groups
 
 G = 12
 
@@ -29,7 +29,7 @@ def asked(plan, quality, bias=0.0, seed=0):
 
 def rated(size, groups, *how):
     """(ratings, wins, counts) of groups of games (first, second, P(first) or None)."""
-    return rate_groups(np.stack([verdict_table(size, games) for games in groups]), *how)
+    return rate_groups(np.stack([pair_table(size, (((i, j), p) for i, j, p in games)) for games in groups]), *how)
 
 
 def full_rates(quality):
