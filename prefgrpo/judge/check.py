@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.judge.answers import NO_THINKING
-from prefgrpo.judge.client import HttpJudge, Judge, open_judge
+from prefgrpo.judge.client import Judge, open_judge
 from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.human_pairs import agreement, read_pairs
 from prefgrpo.judge.special_tokens import KNOWN
@@ -76,10 +76,7 @@ def check(
     clips: about clips. Raises JudgeError if no server works.
     """
     problems = judge.reach(wait_s)
-    asked: dict[str, Judge] = {} if problems else {"in this process": judge}
-    if isinstance(judge, HttpJudge):
-        config = replace(judge.config, model=judge.model, deadline_s=wait_s or judge.config.deadline_s)
-        asked = {url: HttpJudge(replace(config, endpoints=(url,))) for url, problem in problems.items() if not problem}
+    asked = {where: one for where, one in judge.apart(wait_s).items() if not problems.get(where)}
 
     def probe(where: str) -> Health:
         return _probe(asked[where], templates, where, known_answers, clips, shape or Shape())

@@ -87,6 +87,12 @@ class Judge(ABC):
         del wait_s, say
         return {}
 
+    def apart(self, wait_s: float | None = None) -> dict[str, Judge]:
+        """A judge for each of its servers, by address, that waits at most `wait_s` while it is busy (None: as long as
+        this one); itself if it has none."""
+        del wait_s
+        return {"in this process": self}
+
 
 class HttpJudge(Judge):
     """Asks one or several servers of the same model; can be used from any thread."""
@@ -126,6 +132,11 @@ class HttpJudge(Judge):
                 "Start a server with 'prefgrpo judge serve', or correct the judge's endpoints"
             )
         return found
+
+    def apart(self, wait_s: float | None = None) -> dict[str, Judge]:
+        """As in Judge."""
+        alone = replace(self.config, model=self.model, deadline_s=wait_s or self.config.deadline_s)
+        return {url: HttpJudge(replace(alone, endpoints=(url,))) for url in self.config.endpoints}
 
     def ask_all(
         self,

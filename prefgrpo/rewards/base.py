@@ -124,6 +124,8 @@ class Reward:
     """Whether its questions are about two samples."""
     template: str = ""
     """Default judge template (judged rewards)."""
+    kinds: ClassVar[tuple[str, ...]] = ()
+    """Kinds of judge's answers that it supports (judged rewards)."""
     probe: ClassVar[dict[str, Any]] = {}
     """Meta and "prompt" of the sample that its server scores before reporting ready; empty: any caption will do."""
     part_weights: Mapping[str, float] = MappingProxyType({})

@@ -40,7 +40,6 @@ class Judged(Reward):
 
     judged = True
     kinds: ClassVar[tuple[str, ...]] = PAIR_ANSWERS
-    """Kinds of answers that it supports."""
 
     def __post_init__(self) -> None:
         given = self.judge

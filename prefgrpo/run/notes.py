@@ -15,10 +15,10 @@ from prefgrpo.models.base import Adapter
 from prefgrpo.models.fp8 import Fp8Linear, multiplies_in_fp8
 from prefgrpo.parallel.attention_backend import backend, masked
 from prefgrpo.parallel.world import World
+from prefgrpo.rewards import load_class
 from prefgrpo.rollout.assignment import assign_batches, busy_prompts, busy_share
 from prefgrpo.run.measures import MIN_PROMPTS
 from prefgrpo.run.memory import kept_attention, memory_line, step_bytes
-from prefgrpo.run.rewards import unread_columns
 from prefgrpo.update.gradients import Gradients
 from prefgrpo.update.policy import Policy, learning_rate
 
@@ -100,11 +100,23 @@ def kernel_notes(config: Config, adapter: Adapter, world: World) -> Iterator[str
         yield blocks.fusion_note([block for module in modules for block in adapter.blocks(module)])
 
 
+def _unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:
+    """Columns of the prompts that nothing in this run reads; none if a reward of the user's may read any."""
+    classes = [load_class(entry.reward) for entry in (*config.rewards, *config.measured)]
+    if not all(cls.__module__.startswith("prefgrpo.rewards.") for cls in classes):
+        return []
+    read = {column for cls in classes for column in (*cls.meta_keys, *cls.reads)}
+    guidance = family(config.family).cfg
+    if guidance is not None and guidance.active(config.rollout.guidance):
+        read.add("negative_prompt")
+    return list(dict.fromkeys(column for prompt in prompts for column in prompt.meta if column not in read))
+
+
 def prompt_notes(config: Config, trained: Sequence[Prompt], evaluated: Sequence[Prompt], absent: int) -> Iterator[str]:
     """Warnings about columns that nothing reads and evaluation prompts that are trained on; how complete data.cache is,
     which lacks `absent` embeddings."""
     file = config.data.pairs or config.data.prompts
-    if (unread := unread_columns(config, trained)) and not config.data.pairs:
+    if (unread := _unread_columns(config, trained)) and not config.data.pairs:
         yield f"WARNING: nothing reads the column(s) {', '.join(unread)} of {file}"
     known = {(prompt.text, prompt.source) for prompt in trained}
     if count := sum((prompt.text, prompt.source) in known for prompt in evaluated):

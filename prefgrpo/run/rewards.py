@@ -26,7 +26,6 @@ from prefgrpo.judge.client import Judge, open_judge
 from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.template import (
     FRAMES,
-    PAIR_ANSWERS,
     PairTemplates,
     Shown,
     Template,
@@ -136,8 +135,7 @@ class Rewards:
         if not asks_judge(entry):
             return {}
         config = judge_config(self.config, entry, self.world)
-        kinds = getattr(load_class(entry.reward), "kinds", PAIR_ANSWERS)
-        judge = open_judge(config, kinds, str(self.world.device))
+        judge = open_judge(config, load_class(entry.reward).kinds, str(self.world.device))
         self._reach(judge)
         if not _compares(entry):
             return {"judge": judge}
@@ -216,18 +214,6 @@ def unsupported(
                 first = f"the first: {some[0].text[:60]!r} ({advice})"
                 errors.append(f"{field}: {needs}, which {len(some)} prompt(s) lack, {first}")
     return errors
-
-
-def unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:
-    """Columns of the prompts that nothing in this run reads; none if a reward of the user's may read any."""
-    classes = [load_class(entry.reward) for entry in (*config.rewards, *config.measured)]
-    if not all(cls.__module__.startswith("prefgrpo.rewards.") for cls in classes):
-        return []
-    read = {column for cls in classes for column in (*cls.meta_keys, *cls.reads)}
-    guidance = family(config.family).cfg
-    if guidance is not None and guidance.active(config.rollout.guidance):
-        read.add("negative_prompt")
-    return list(dict.fromkeys(column for prompt in prompts for column in prompt.meta if column not in read))
 
 
 def training_scorer(config: Config, rewards: Mapping[str, Reward], log: Path, world: World) -> Scorer:
