@@ -40,7 +40,7 @@ from prefgrpo.rewards import python_rewards
 from prefgrpo.rewards.log import truncate_log
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batch import Batch
-from prefgrpo.rollout.plan import Plan
+from prefgrpo.rollout.plan import StepPlan
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
 from prefgrpo.run.errors import errors, idle_errors, refuse
@@ -64,7 +64,7 @@ from prefgrpo.update.throughput import Throughput
 class Rollout:
     """A step's samples on this process; the scorer holds their images or clips."""
 
-    plan: Plan
+    plan: StepPlan
     batches: list[Batch]
     updates: int
     """Optimiser updates that the policy which generated them had received."""
@@ -337,7 +337,7 @@ class Trainer:
                 raise Diverged("the policy produces latents that are not finite (NaN or infinite)")
         return Rollout(plan, batches, self.policy.updates)
 
-    def score(self, plan: Plan) -> tuple[StepScores, NDArray[np.float64]]:
+    def score(self, plan: StepPlan) -> tuple[StepScores, NDArray[np.float64]]:
         """(scores of this rank's groups, mean distance between the images of each); shows a few groups."""
         streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(plan.scored)
         with self.log.bar("judging", "group", streamed) as bar:
@@ -346,7 +346,7 @@ class Trainer:
         show_groups(self.config, plan.step + 1, scores, self.log)
         return scores, distances
 
-    def update(self, plan: Plan, batches: list[Batch], targets: Targets) -> dict[str, float]:
+    def update(self, plan: StepPlan, batches: list[Batch], targets: Targets) -> dict[str, float]:
         """The step's optimiser updates, each on its own samples; updates without any signal are skipped on all ranks.
 
         Groups without signal are dropped and cost no forward. They leave whole batches, so the shapes of the others are

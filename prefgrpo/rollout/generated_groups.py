@@ -22,7 +22,7 @@ from prefgrpo.rollout.assignment import BatchPlan, Place
 from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.exchange import media_exchange
-from prefgrpo.rollout.plan import Groups, Plan, make_plan
+from prefgrpo.rollout.plan import Groups, StepPlan, make_plan
 from prefgrpo.rollout.render import Decoder, Images, sample
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.rollout.sampling import Schedules
@@ -39,12 +39,12 @@ class GeneratedGroups(Groups):
     prompts: Sequence[Prompt]
     world: World
 
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int) -> StepPlan:
         """As in `Groups`."""
         return make_plan(self.config, step, self.prompts, self.world, scores=True)
 
     def batches(
-        self, plan: Plan, add: Callable[[int, int, Sample], object], between: Callable[[], object] = lambda: None
+        self, plan: StepPlan, add: Callable[[int, int, Sample], object], between: Callable[[], object] = lambda: None
     ) -> Iterator[Batch]:
         """As in `Groups`: encode the texts of all batches, then denoise and decode one batch at a time."""
         rate = self.adapter.frame_rate
@@ -78,7 +78,7 @@ class GeneratedGroups(Groups):
         frames = self.adapter.frames(r) or 1
         return (r.height, r.width, 3) if frames == 1 else (frames, r.height, r.width, 3)
 
-    def _generate(self, plan: Plan, planned: BatchPlan, condition: Condition, padding: bool) -> Batch:
+    def _generate(self, plan: StepPlan, planned: BatchPlan, condition: Condition, padding: bool) -> Batch:
         """Generate a batch with the current policy."""
         r = self.config.rollout
         schedule = self.schedules.step(plan.step)

@@ -36,8 +36,8 @@ class Update(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The plan of one step, on one process."""
+class StepPlan:
+    """The plan of one training step, on one process."""
 
     step: int
     """Training step, from 0."""
@@ -118,12 +118,12 @@ class Plan:
             yield Update(position, [batch for batch in trained if batch.update == update], samples[update])
 
 
-def make_plan(config: Config, step: int, prompts: Sequence[Prompt], world: World, scores: bool) -> Plan:
+def make_plan(config: Config, step: int, prompts: Sequence[Prompt], world: World, scores: bool) -> StepPlan:
     """The plan of a step. prompts: those of the run, or of its stored groups. scores: whether each share scores the
     groups of its slots."""
     size = config.rollout.prompts_per_step
     chosen = step_prompts(len(prompts), size, config.seed, step)
-    return Plan(
+    return StepPlan(
         step=step,
         chosen=tuple(chosen),
         prompts=tuple(prompts[k] for k in chosen),
@@ -139,12 +139,12 @@ class Groups(ABC):
     """What a run trains on, a step at a time."""
 
     @abstractmethod
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int) -> StepPlan:
         """The plan of a training step."""
 
     @abstractmethod
     def batches(
-        self, plan: Plan, add: Callable[[int, int, Sample], object], between: Callable[[], object] = lambda: None
+        self, plan: StepPlan, add: Callable[[int, int, Sample], object], between: Callable[[], object] = lambda: None
     ) -> Iterator[Batch]:
         """This process's batches of a step: encodes what all of them need, then makes one at a time.
 

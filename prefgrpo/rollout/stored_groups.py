@@ -23,7 +23,7 @@ from prefgrpo.rollout.assignment import BatchPlan
 from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.buckets import bucket_of, fitted, pair_entries
 from prefgrpo.rollout.embeddings import Embeddings
-from prefgrpo.rollout.plan import Groups, Plan, make_plan
+from prefgrpo.rollout.plan import Groups, StepPlan, make_plan
 from prefgrpo.rollout.sampling import Schedules
 
 
@@ -49,17 +49,17 @@ class StoredGroups(Groups):
     """The groups, with G members each."""
     world: World
 
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int) -> StepPlan:
         """As in `Groups`."""
         prompts = [group.prompt for group in self.pairs]
         return make_plan(self.config, step, prompts, self.world, scores=False)
 
-    def groups_of(self, plan: Plan) -> list[PairGroup]:
+    def groups_of(self, plan: StepPlan) -> list[PairGroup]:
         """[P] groups of the slots."""
         return [self.pairs[k] for k in plan.chosen]
 
     def batches(
-        self, plan: Plan, add: Callable[[int, int, Sample], object], between: Callable[[], object] = lambda: None
+        self, plan: StepPlan, add: Callable[[int, int, Sample], object], between: Callable[[], object] = lambda: None
     ) -> Iterator[Batch]:
         """As in `Groups`; `add` is not called."""
         groups = self.groups_of(plan)

@@ -25,7 +25,7 @@ from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.assignment import BatchPlan
 from prefgrpo.rollout.buckets import bucket_of, fitted
-from prefgrpo.rollout.plan import Plan
+from prefgrpo.rollout.plan import StepPlan
 from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.stored_groups import StoredGroups
 from prefgrpo.run.checkpoint import CheckpointError
@@ -60,7 +60,7 @@ class PairTargets:
     log: Log
 
     def compute(
-        self, plan: Plan, scores: StepScores, distances: NDArray[np.float64]
+        self, plan: StepPlan, scores: StepScores, distances: NDArray[np.float64]
     ) -> tuple[Targets, dict[str, float]]:
         """As `StepTargets.compute`. Scores and distances are empty."""
         groups = self.groups.groups_of(plan)

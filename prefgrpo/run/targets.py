@@ -21,7 +21,7 @@ from prefgrpo.ops import winrate_advantage
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Reward
 from prefgrpo.rewards.scorer import StepScores
-from prefgrpo.rollout.plan import Plan
+from prefgrpo.rollout.plan import StepPlan
 from prefgrpo.run.log import Log
 from prefgrpo.run.metrics import check_missing, missing_shares, reduced, reward_metrics
 
@@ -68,7 +68,7 @@ class StepTargets:
         self._same_steps = {name: 0 for name, weight in self.weights.items() if weight}
 
     def compute(
-        self, plan: Plan, scores: StepScores, distances: NDArray[np.float64]
+        self, plan: StepPlan, scores: StepScores, distances: NDArray[np.float64]
     ) -> tuple[Targets, dict[str, float]]:
         """(advantages and comparisons of all ranks' samples, on the CPU, as they are small; metrics). Raises
         RewardsMissing or NoInformation.

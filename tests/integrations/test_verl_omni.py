@@ -1,4 +1,5 @@
-"""verl-omni's own scheduler and loss against ours; needs its checkout in PREFGRPO_PEERS.
+"""Our functions in verl-omni's place: a loop of its scheduler, its registry of losses; needs its checkout in
+PREFGRPO_PEERS. A step and its score, by number: tests/integrations/test_steps.py and test_stored.py.
 
 Its packages' __init__ files import vLLM and Ray, so the two modules with its formulas are imported alone, with
 stand-ins for the names that they only use in annotations.
@@ -57,50 +58,6 @@ def schedulers(theirs):
     for one in both:
         one.set_timesteps(8)
     return both
-
-
-@pytest.mark.parametrize("normalizer", [True, False])
-@pytest.mark.parametrize(("sde_type", "noise_level"), [("sde", 0.7), ("sde", 1.2), ("cps", 0.8), ("dance_sde", 0.3)])
-def test_the_step(schedulers, sde_type, noise_level, normalizer):
-    """Sampled and scored, by the scheduler's own index and by timesteps, with gradients."""
-    ours = schedulers[1]
-    x, v = torch.randn(2, 3, 256, 64, generator=torch.Generator().manual_seed(0))
-    options = {"noise_level": noise_level, "sde_type": sde_type, "include_logprob_normalizer": normalizer}
-    for at in (0, 1, 4, 7):
-        t = ours.timesteps[[at, 2, at]]
-        results, gradients = [], []
-        for one in schedulers:
-            one._step_index = at
-            taken = one.sample_previous_step(x, v, generator=torch.Generator().manual_seed(at), **options)
-            leaf = v.clone().requires_grad_()
-            more = {"prev_sample": results[0][0] if results else taken[0], "return_sqrt_dt": True}
-            scored = one.sample_previous_step(x, leaf, timestep=t, **more, **options)
-            gradients.append(torch.autograd.grad(scored[1].sum() + scored[2].sum(), leaf)[0])
-            results.append((*taken, *(r.detach() for r in scored)))
-        for want, got in zip(*results, strict=True):
-            near(got, want)
-        near(gradients[1], gradients[0], 1e-5)
-        again = {"timestep": ours.timesteps[[at] * 3], "prev_sample": results[1][0]}
-        replay = ours.sample_previous_step(x, v, **again, **options)
-        assert torch.equal(replay[1], results[1][1]), "a step and its replay differ"
-
-
-@pytest.mark.parametrize("sde_type", verl_omni.RULES)
-@pytest.mark.parametrize("level", [torch.tensor(0.7), torch.tensor([[[0.3]], [[0.7]], [[0.9]]]), torch.tensor([0.4])])
-def test_a_noise_level_on_the_device(schedulers, sde_type, level):
-    """One for all samples or one each, in the shapes that the peer takes; equal to the number's."""
-    x, v = torch.randn(2, 3, 16, 4, generator=torch.Generator().manual_seed(0))
-    t = schedulers[1].timesteps[[1, 4, 6]]
-    outs = []
-    for one in schedulers:
-        g = torch.Generator().manual_seed(1)
-        outs.append(one.sample_previous_step(x, v, timestep=t, noise_level=level, sde_type=sde_type, generator=g))
-    for want, got in zip(*outs, strict=True):
-        near(got.expand(want.shape), want)
-    for k, number in enumerate(level.flatten().expand(3).tolist()):
-        options = {"noise_level": number, "sde_type": sde_type, "prev_sample": outs[1][0][k : k + 1]}
-        alone = schedulers[1].sample_previous_step(x[k : k + 1], v[k : k + 1], timestep=t[k : k + 1], **options)
-        assert torch.equal(alone[1], outs[1][1][k : k + 1])
 
 
 def test_its_configuration_takes_the_names_of_our_losses():

@@ -42,7 +42,7 @@ def test_prompts_with_different_numbers_of_sources_are_stored_and_read(counts, t
     evaluator.start(resumed=False)
     evaluator._save_report_images(2, [0, 1, 2], evaluator.before)
     groups = {k: dict.fromkeys(range(2), sample(p, Media(evaluator.before[0]), sizes)) for k, p in enumerate(prompts)}
-    tables = {"games": {"j": np.zeros((3, 2, 2, 2))}, "values": {"j": np.zeros((3, 2))}}
+    tables = {"comparisons": {"j": np.zeros((3, 2, 2, 2))}, "values": {"j": np.zeros((3, 2))}}
     save_groups(folder.group(2), SimpleNamespace(samples=groups, **tables), writer)
     writer.close()
     small_run(folder.root, [{"kind": "eval", "step": 2, "set": "dev", "dev/win_judge": 0.5}])

@@ -26,7 +26,7 @@ from prefgrpo.rollout import render
 from prefgrpo.rollout.assignment import BatchPlan
 from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.exchange import media_exchange
-from prefgrpo.rollout.plan import Plan, make_plan
+from prefgrpo.rollout.plan import StepPlan, make_plan
 from prefgrpo.run.log import Clock
 from prefgrpo.trainer import Trainer
 from prefgrpo.update.trajectory import TrajectoryGradients
@@ -84,7 +84,7 @@ def run_cells() -> None:
     place = Path(os.environ["PLACE"])
     torch.set_num_threads(1)
     true_sum, true_accumulate = World.sum_gradients, TrajectoryGradients.accumulate
-    true_trained = Plan.trained
+    true_trained = StepPlan.trained
     for cell, port in zip(CELLS, os.environ["PORTS"].split(","), strict=True):
         os.environ["MASTER_PORT"] = port
         seen = {"samples": {}, "gradients": [], "batches": [], "forwards": 0}
@@ -121,7 +121,7 @@ def run_cells() -> None:
                         seen["samples"][place] = [t[row].clone() for t in stored(batch)]
             return true_trained(plan, batches, mask)
 
-        Plan.trained = trained
+        StepPlan.trained = trained
         measured = {}
         for evaluator in loop.evaluators.values():
             evaluator.start(resumed=False)

@@ -41,11 +41,6 @@ def trainer(place, name, **arguments):
     return Trainer(place / "flux", **merged(base, given | arguments))
 
 
-def redness_std(images, prompts):
-    """Its mean would have the key of redness's spread."""
-    return [float(image[..., 0].std()) for image in images]
-
-
 def redness(images, prompts, **columns):
     return [float(image[..., 0].mean()) / 255 for image in images]
 
@@ -201,7 +196,6 @@ def test_a_run_never_lets_torch_choose_cudnn_attention(place, monkeypatch):
         ({"rewards": {redness: "much"}}, "weight of reward 'redness': expected a finite number, got 'much'"),
         ({"rewards": lambda x: 1}, r"a reward function takes \(images, prompts, …\)"),
         ({"rewards": [redness, redness.__class__(redness.__code__, globals(), "redness")]}, "redness is given twice"),
-        ({"rewards": [redness, redness_std]}, "rewards: rename the reward 'redness_std'"),
         (
             {"rewards": ["oct", {"name": "ocr", "options": {"detekt": 2}}], "eval": {"rewards": "a.py:b"}},
             r"rewards: unknown reward 'oct'.*\n.*'ocr' has no option 'detekt'[^\n]*'detect'.*\n.*eval.rewards: ",

@@ -34,7 +34,7 @@ class AtOnce(Reward):
 
 
 class Awaited(AtOnce):
-    """The same, answered, a step at a time, when `answer` is called."""
+    """The same, answered, a step at a time, when `answer_step` is called."""
 
     asked: ClassVar[list] = []
 
@@ -44,7 +44,7 @@ class Awaited(AtOnce):
         return await asyncio.wrap_future(answer)
 
     @staticmethod
-    def answer():
+    def answer_step():
         of_step = Awaited.asked[:SAMPLES]
         Awaited.asked = Awaited.asked[SAMPLES:]
         for future, score in of_step:
@@ -103,7 +103,7 @@ def test_they_run_before_the_last_answer_and_change_no_bit(trainer, monkeypatch,
     def add_while_judged(self, batches):
         out = true(self, batches)
         assert all(step.v_ref is not None for batch in out for step in batch.transitions)
-        Awaited.answer()
+        Awaited.answer_step()
         return out
 
     monkeypatch.setattr(reference.Reference, "add_while_judged", add_while_judged)
@@ -125,7 +125,7 @@ def test_a_wait_that_ends_leaves_the_rest_to_the_update(trainer, monkeypatch):
     true_with_reference = one.gradients.with_reference
 
     def with_reference(batch):
-        Awaited.answer()
+        Awaited.answer_step()
         return true_with_reference(batch)
 
     object.__setattr__(one.gradients, "with_reference", with_reference)
@@ -152,7 +152,7 @@ def test_they_leave_a_judge_that_hangs_its_deadline(trainer, monkeypatch):
     object.__setattr__(one.gradients, "with_reference", with_reference)
     some = one.reference.add_while_judged(batches)
     assert [[step.v_ref is not None for step in batch.transitions] for batch in some] == [[True, True], [False, False]]
-    Awaited.answer()
+    Awaited.answer_step()
     one.scorer.finish()
 
 
@@ -170,7 +170,7 @@ def test_an_objective_that_trains_on_a_part_of_a_group_waits_for_the_rewards(tra
     batches = one.generate(0).batches
     early = one.reference.add_while_judged(batches)
     assert [step.v_ref for batch in early for step in batch.transitions] == [None] * 4
-    Awaited.answer()
+    Awaited.answer_step()
     one.scorer.finish()
 
 
