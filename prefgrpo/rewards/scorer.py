@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.metric import Metric
+from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.rewards.base import NOT_GENERATED, Key, Question, Reward, Sample, Tally, answers_in_process, reason_of
 from prefgrpo.rewards.log import judge_metrics, log_judgements
 from prefgrpo.rewards.pairs import Plan, rounded
@@ -253,8 +254,6 @@ class Scorer:
 
     def _send(self, step: _Step, name: str, group: int, member: int) -> None:
         """Ask a streaming reward the questions that a new member completes."""
-        from prefgrpo.judge.event_loop import loop_thread  # imports aiohttp
-
         for key in step.keys[name][group]:
             question = step.question(group, key) if member in key else None
             if question is not None:
