@@ -292,6 +292,7 @@ def test_the_reward_gets_the_frame_rate_of_the_file(tmp_path):
 
 
 RATE = """
+from prefgrpo.data.answer import Answer
 from prefgrpo.rewards.base import Reward
 
 
