@@ -187,8 +187,8 @@ def factory(name: str, options: Mapping[str, Any]) -> Callable[[], Reward]:
 
 
 def _remote(cls: type[Reward]) -> type[Reward]:
-    """A client of such a reward's server: what is asked about a group and what it is worth stay here, with the options
-    of the class that defines it, `plan` for instance."""
+    """A client of such a reward's server. What is asked about a group, and what the answers are worth, stay with the
+    client, and so do the dataclass fields of the class that defines them, such as `plan`."""
     from prefgrpo.rewards.remote import RemoteReward  # imports aiohttp
 
     tallies = next(base for base in cls.__mro__ if "tally" in vars(base))

@@ -103,7 +103,7 @@ class Reward:
     """Says what is asked about a group, answers it, and what the answers are worth.
 
     A subclass defines `ask`, or `ask_one` with `streams = True`. Its attributes, which are checked before a run starts,
-    declare the inputs. One that compares samples is `class Mine(Compares, Reward)` (rewards/pairs.py).
+    declare the inputs. One that compares samples derives from `Compares` (rewards/pairs.py).
     """
 
     takes: tuple[str, ...] = ("image",)

@@ -8,6 +8,7 @@ import base64
 import io
 import json
 import resource
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -192,3 +193,16 @@ def test_frames_and_pixels_are_options_of_the_reward(server):
     server.requests.clear()
     check(*asker(config, shown=Shown(3, 400)), clips=True, shape=asked)
     assert len(images(server.requests[0])) == 6
+
+
+def test_a_host_name_is_looked_up_while_images_are_encoded():
+    """Look-ups that wait behind a group's images would exceed the limits of requests and of health checks."""
+    encoded = threading.Event()
+    with JudgeServer() as server:
+        client = judge(server.url.replace("127.0.0.1", "localhost")).judge
+        for _ in range(8):
+            client.encodings._threads.submit(encoded.wait)
+        try:
+            assert loop_thread().submit(client.pool.problems()).result(60) == [""]
+        finally:
+            encoded.set()

@@ -2,6 +2,7 @@
 
 Why these cases: a judge that is shared by many processes refuses what it cannot take, and says for how long. Nothing
 may be lost that the deadline allows, and the servers, which count, must not be asked much more often than they answer.
+Slots are never idle while a request could use one; cancellations must neither leak a slot nor skip a waiting request.
 """
 
 import asyncio
@@ -205,3 +206,33 @@ def test_a_server_that_fails_is_checked_ever_more_rarely():
     with JudgeServer("drop") as server:
         groups(server.url, count=1, deadline_s=3.0)
         assert server.checks <= 12 and len(server.requests) <= 100
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_turn_comes_whatever_is_cancelled(seed):
+    rng, peak, done = random.Random(seed), [0], []
+
+    async def usable(endpoint):
+        return ""
+
+    slots = HttpPool([f"http://127.0.0.1:{k}" for k in range(2)], usable, concurrency=3)
+
+    async def work(turn):
+        endpoint = await slots.acquire()
+        try:
+            peak[0] = max(peak[0], sum(e.load for e in slots.endpoints))
+            await asyncio.sleep(rng.choice([0.0, 0.001]))
+            done.append(turn)
+        finally:
+            slots.release(endpoint)
+
+    async def everything():
+        tasks = [asyncio.create_task(work(turn)) for turn in rng.sample(range(200), 200)]
+        for task in rng.sample(tasks, 80):
+            await asyncio.sleep(rng.choice([0.0, 0.0002]))
+            task.cancel()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        return sum(r is None for r in results)
+
+    assert asyncio.run(everything()) == len(done) >= 120
+    assert peak[0] == 6 and [e.load for e in slots.endpoints] == [0, 0]

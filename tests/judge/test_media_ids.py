@@ -1,14 +1,11 @@
-"""Media ids and request slots of a judge server: each image is uploaded once; slots are bounded, never idle while a
-request could use one, and assigned first come, first served.
+"""Media ids of a judge server, over real HTTP: each image is uploaded once, and then named.
 
-Cases: images referenced by id before their upload is answered, too early or not; a server that evicts images;
-cancellations at random moments, which must neither leak a slot nor skip a waiting request.
+Cases: images named before their upload is answered, too early or not; a server that evicts or loses images; a request
+that is cancelled.
 """
 
 import asyncio
 import json
-import random
-import threading
 
 import pytest
 from aiohttp import web
@@ -18,8 +15,6 @@ from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig, SamplingConfig
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.event_loop import loop_thread
-from prefgrpo.judge.http import HttpPool
 from prefgrpo.rewards.pairs import both_orders
 from prefgrpo.rollout.render import sample
 from tests.judge.test_http import ask, judge, media
@@ -133,46 +128,3 @@ def test_a_picture_is_named_while_its_carrier_is_being_answered(too_soon):
     else:
         carried = [p["uuid"] for r in server.requests for p in images(r) if p["image_url"] is not None]
         assert len(carried) == len(set(carried)) == 4
-
-
-def test_a_host_name_is_looked_up_while_images_are_encoded():
-    """Look-ups that wait behind a group's images would exceed the limits of requests and of health checks."""
-    encoded = threading.Event()
-    with JudgeServer() as server:
-        client = judge(server.url.replace("127.0.0.1", "localhost")).judge
-        for _ in range(8):
-            client.encodings._threads.submit(encoded.wait)
-        try:
-            assert loop_thread().submit(client.pool.problems()).result(60) == [""]
-        finally:
-            encoded.set()
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_every_turn_comes_whatever_is_cancelled(seed):
-    rng, peak, done = random.Random(seed), [0], []
-
-    async def usable(endpoint):
-        return ""
-
-    slots = HttpPool([f"http://127.0.0.1:{k}" for k in range(2)], usable, concurrency=3)
-
-    async def work(turn):
-        endpoint = await slots.acquire()
-        try:
-            peak[0] = max(peak[0], sum(e.load for e in slots.endpoints))
-            await asyncio.sleep(rng.choice([0.0, 0.001]))
-            done.append(turn)
-        finally:
-            slots.release(endpoint)
-
-    async def everything():
-        tasks = [asyncio.create_task(work(turn)) for turn in rng.sample(range(200), 200)]
-        for task in rng.sample(tasks, 80):
-            await asyncio.sleep(rng.choice([0.0, 0.0002]))
-            task.cancel()
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
-        return sum(r is None for r in results)
-
-    assert asyncio.run(everything()) == len(done) >= 120
-    assert peak[0] == 6 and [e.load for e in slots.endpoints] == [0, 0]
