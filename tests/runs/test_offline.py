@@ -148,7 +148,7 @@ def test_a_resumed_run_has_the_same_pairs(place, trainer):
     row = json.loads(lines[3])
     lines[3] = json.dumps(row | {"probability": 0.9})
     table.write_text("\n".join(lines))
-    with pytest.raises(Exception, match=r"own\.jsonl .* different prompts, images or verdicts .*\(pairs\)"):
+    with pytest.raises(Exception, match=r"own\.jsonl .* different prompts, images or verdicts .*\(pairs of train\)"):
         trainer("own", resume=True, **options)
 
 
@@ -410,7 +410,7 @@ def test_the_accuracy_on_held_out_pairs(trainer, place):
                 elif group.wins[i, j] < 0.5:
                     margins.append(reward[j] - reward[i])
     assert len(margins) > 7 and min(map(abs, margins)) > 1e-5, "no pair whose order could be rounding"
-    assert accuracy.rate == np.mean([m > 0 for m in margins]) and 0 < accuracy.rate < 1 and accuracy.prompts == 3
+    assert accuracy.value == np.mean([m > 0 for m in margins]) and 0 < accuracy.value < 1 and accuracy.interval.prompts == 3
     assert margin == pytest.approx(np.mean(margins), rel=1e-3)
     again, _ = held.measure()
     assert again == accuracy, "the same draws"
