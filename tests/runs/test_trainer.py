@@ -238,7 +238,7 @@ def test_a_missing_reward_is_left_out_of_its_group(trainer):
 
 @pytest.mark.parametrize(
     ("name", "share", "reason"),
-    [("Mostly", 38, "the reward returned nan"), ("TooFew", 100, "expected one Answer for each of 8 samples, got 1")],
+    [("Mostly", 38, "the reward returned nan"), ("TooFew", 100, "expected one Answer for each of 8 questions, got 1")],
 )
 def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer, name, share, reason):
     one = trainer(name=name, rewards=f"{HERE}{name}", eval={"every": 0})
