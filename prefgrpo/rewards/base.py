@@ -131,8 +131,6 @@ class Reward:
     part_weights: Mapping[str, float] = MappingProxyType({})
     """Weights of sub-scores (`Answer.parts`) that are normalised separately and then summed; empty: the value is
     normalised. Needs advantage.combine weighted_advantage_sum or gdpo."""
-    is_win_rate: bool = False
-    """Whether the values are the win rates of `Tally.comparisons`."""
     streams: bool = False
     """Whether `ask_one` is awaited for each question as soon as its samples exist, on the event loop of the process;
     otherwise a thread of the scorer calls `ask` once whole groups exist."""
@@ -143,6 +141,11 @@ class Reward:
 
     def __post_init__(self) -> None:
         """Of subclasses that are dataclasses: called when the fields are set."""
+
+    @property
+    def is_win_rate(self) -> bool:
+        """Whether the values are the win rates of `Tally.comparisons`."""
+        return False
 
     def check(self, sample: Sample) -> None:
         """Raise ValueError, with the reason, for a sample that cannot be scored; by default by its pixels and kind."""

@@ -191,13 +191,17 @@ class Compares(Reward):
     compares = True
 
     def __post_init__(self) -> None:
-        self.draw = get_plan(self.plan)
-        self.is_win_rate = self.rate == "win_rate"
+        get_plan(self.plan)  # an unknown one is an error here
         super().__post_init__()
+
+    @property
+    def is_win_rate(self) -> bool:
+        """Whether the values are the win rates of `Tally.comparisons`."""
+        return self.rate == "win_rate"
 
     def keys(self, size: int, seed: int) -> list[Key]:
         """The plan's pairs. ValueError for a plan that does not fit the group."""
-        return self.draw(size, seed)
+        return get_plan(self.plan)(size, seed)
 
     def tally(self, size: int, answers: Mapping[Key, Answer]) -> Tally:
         """Win rates from the answers about pairs."""
@@ -228,9 +232,13 @@ class ComparesInCategories(Compares):
         if self.normalise_parts and not self.overall_weight:
             raise RewardError("normalise_parts needs an overall_weight above 0, for members without categories")
         super().__post_init__()
-        self.is_win_rate = False  # the values combine several
         if self.normalise_parts:
             self.part_weights = {"overall": self.overall_weight, "categories": self.category_weight}
+
+    @property
+    def is_win_rate(self) -> bool:
+        """False: the values combine several win rates."""
+        return False
 
     def tally(self, size: int, answers: Mapping[Key, Answer]) -> Tally:
         """As Compares, with combined values; parts: `overall`, `categories`, and each category's rate by name."""

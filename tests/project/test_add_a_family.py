@@ -15,7 +15,7 @@ from prefgrpo import models
 from prefgrpo.commands.cli import main
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.vae import decode_image
+from prefgrpo.models.vae import decode_image, encode
 from prefgrpo.tiny import pipelines
 from tests.models import test_families as oracles
 
@@ -42,6 +42,9 @@ class AuraFlow(Adapter):
 
     def decode(self, latents, sampling):
         return decode_image(self.pipe, latents / self.pipe.vae.config.scaling_factor)
+
+    def latents_of(self, pixels):
+        return encode(self.pipe.vae, pixels) * self.pipe.vae.config.scaling_factor
 
 
 TINY = ("AuraFlowPipeline", {

@@ -11,8 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_media import noise
 
-from prefgrpo.rewards.pairs import PLANS, bradley_terry, get_plan, k_regular, pair_table, rate_groups
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import Sample
+from prefgrpo.rewards.pairs import PLANS, Compares, bradley_terry, get_plan, k_regular, pair_table, rate_groups
 
 G = 12
 
@@ -200,3 +203,23 @@ def test_names_with_and_without_numbers():
 def test_unknown_plans_and_numbers_that_do_not_fit_the_group_are_refused(name, complaint):
     with pytest.raises(ValueError, match=complaint):
         get_plan(name)(9, 0)
+
+
+class Darker(Compares):
+    """Whichever is darker; written without a thought for the fields of `Compares`."""
+
+    def __init__(self, margin=0.0):
+        self.margin = margin
+
+    def ask(self, asked):
+        means = [[sample.media.pixels.mean() for sample in samples] for samples in asked]
+        return [Answer(0.5 if abs(a - b) <= self.margin else float(a < b)) for a, b in means]
+
+
+def test_a_class_with_an_init_of_its_own_compares_every_pair_in_both_orders():
+    group = [Sample("p", noise(k, 8, 8)) for k in range(3)]
+    means = [sample.media.pixels.mean() for sample in group]
+    rates = [sum(mean < other for other in means) / 2 for mean in means]
+    assert [answer.value for answer in Darker().score(group)] == rates
+    assert [answer.value for answer in Darker(margin=255.0).score(group)] == [0.5] * 3
+    assert Darker().is_win_rate
