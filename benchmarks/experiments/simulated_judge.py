@@ -16,7 +16,6 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -128,14 +127,16 @@ class WinRates(Compares):
         in the group (as in Pref-GRPO). plan: as in Compares, or budget(n): n random pairs, balanced per member.
         options: verdict and rate, as in Compares."""
         self.judge = judge
-        budget = int(plan[len("budget(") : -1]) if plan.startswith("budget(") else 0
-        super().__init__("round_robin" if budget else plan, **options)
-        chosen = partial(random_pairs, n=budget) if budget else self.draw
-        self.draw = chosen
-        if order == "both":
-            self.draw = lambda size, seed: [pair for i, j in chosen(size, seed) for pair in ((i, j), (j, i))]
-        elif order == "index":
-            self.draw = lambda size, seed: [(min(pair), max(pair)) for pair in chosen(size, seed)]
+        self.order = order
+        self.budget = int(plan[len("budget(") : -1]) if plan.startswith("budget(") else 0
+        super().__init__("round_robin" if self.budget else plan, **options)
+
+    def keys(self, size: int, seed: int) -> list[Key]:
+        """The plan's pairs in this order."""
+        chosen = random_pairs(size, seed, self.budget) if self.budget else super().keys(size, seed)
+        if self.order == "both":
+            return [pair for i, j in chosen for pair in ((i, j), (j, i))]
+        return [(min(pair), max(pair)) for pair in chosen] if self.order == "index" else chosen
 
     def ask(self, asked: list[Question]) -> list[Answer]:
         """P(first is better) for each pair; the noise of two looks is one normal number with twice the variance."""

@@ -50,6 +50,11 @@ class PreprocessedReward(Reward):
         for name in (*Reward.__annotations__, "keys", "tally", "close"):
             setattr(self, name, getattr(self.reward, name))
 
+    @property
+    def is_win_rate(self) -> bool:
+        """The reward's."""
+        return self.reward.is_win_rate
+
     def ask(self, asked: list[Question]) -> list[Answer]:
         """The reward's answers about the processed samples."""
         return answers_of(self.reward, [tuple(map(self._preprocess, samples)) for samples in asked])

@@ -74,6 +74,7 @@ def test_a_judge_of_pairs_sees_the_frames_that_it_asks_for_resized():
         options = {"judge": {"endpoints": [server.url], "image_format": "png"}, "frames": 3, "size": 16, "jpeg": 75}
         (reward,) = build(["vlm_pairwise"], {"vlm_pairwise": options}).values()
         assert (reward.frames, reward.streams, reward.compares, reward.judged) == (3, True, True, True)
+        assert reward.is_win_rate, "the update may use its wins and counts"
         server.requests.clear()
         result = run_pair(reward, given)
         assert {len(images(request)) for request in server.requests} == {6} and len(server.media) == 6
