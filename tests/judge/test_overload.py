@@ -104,9 +104,7 @@ def test_concurrency_halves_once_per_pause_and_recovers():
 
 @pytest.mark.full
 def test_a_run_whose_judge_refuses_every_other_request_ends_with_every_verdict(place):
-    from tiny_run import recipe, rows, train
-
-    from tests.run.test_errors import judged  # imports torch, which the client processes need not
+    from tiny_run import recipe, rows, train  # imports torch, which the client processes need not
 
     class Half(JudgeServer):
         def next_fault(self):
@@ -114,9 +112,8 @@ def test_a_run_whose_judge_refuses_every_other_request_ends_with_every_verdict(p
 
     rng = random.Random(1)
     with Half() as server:
-        settings = judged(server.url)
-        settings["judge"] |= {"deadline_s": 60.0}
-        code, output = train(recipe(place, "half", **settings))
+        judge = {"endpoints": [server.url], "timeout_s": 2.0, "deadline_s": 60.0}
+        code, output = train(recipe(place, "half", rewards="vlm_pairwise", judge=judge, eval={"every": 0}))
     assert code == 0, output
     found = rows(place / "runs" / "half")
     assert found and all(r["judge/failures"] == 0 and r["judge/requests"] > 0 for r in found if r["kind"] == "train")

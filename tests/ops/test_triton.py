@@ -66,10 +66,12 @@ def test_nothing_spills(built):
         assert kernels == {"step", "logp", "finish", "grad", "normal", "policy", "winrate", "rows", *BLOCKS} | in_fp8
     most = {"round": 0, "one": 0, "odd": 32}  # a thread has 16 elements of an unaligned latent
     no_model = ("low_rank_gelu", "odd", "torch.float32")  # its product, of rows off 16 bytes
+    two_registers = {("residual_grad", 80), ("modulate_grad", 100)}  # with the gradients of norms, from Triton 3.8 on
     spilling = [
         k for k in built
         if k["stack"] > (SIN if k["kernel"] == "rows" else most[k["numbers"]])
         and (k["kernel"], k["numbers"], k["dtypes"][0]) != no_model
+        and not ((k["kernel"], k["arch"]) in two_registers and k["what"] == "all weights" and k["stack"] <= 8)
     ]  # fmt: skip
     rare = ["torch.float32", "torch.float32", "torch.bfloat16"]  # an fp32 v beside a bf16 x': six numbers, with KL
     assert all((k["kernel"], k["dtypes"]) == ("grad", rare) and k["stack"] <= 24 for k in spilling), spilling
