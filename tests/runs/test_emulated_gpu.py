@@ -29,6 +29,7 @@ EMULATOR = os.environ.get("PREFGRPO_GPU_EMULATOR", "")
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(not EMULATOR, reason="PREFGRPO_GPU_EMULATOR is not set: no emulated GPU"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="the emulator needs a torch without CUDA"),
 ]
 
 
