@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from judge_server import until
 from tiny_run import BRIGHTNESS, all_end, ranks, recipe, rows, weights
 
 from prefgrpo.data.answer import Answer
@@ -45,6 +46,7 @@ class Awaited(AtOnce):
 
     @staticmethod
     def answer_step():
+        until(lambda: len(Awaited.asked) >= SAMPLES)  # the event loop may not have come to all of them
         of_step = Awaited.asked[:SAMPLES]
         Awaited.asked = Awaited.asked[SAMPLES:]
         for future, score in of_step:
@@ -94,11 +96,17 @@ def test_they_run_before_the_last_answer_and_change_no_bit(trainer, monkeypatch,
     """Two forwards per batch of four samples: in the wait if there is one, else in the update."""
     over = {"rollout": {"batch_size": 2}, "eval": {"every": 0}, "checkpoint": {"every": 3}} | CASES[case]
     over["rollout"] = {"batch_size": 2} | over["rollout"]
+    true = reference.Reference.add_while_judged
+
+    def answered(self, batches):
+        until(lambda: not self.scorer.waits())
+        return true(self, batches)
+
+    monkeypatch.setattr(reference.Reference, "add_while_judged", answered)
     at_once = trainer(f"at once, {case}", rewards=f"{HERE}AtOnce", **over)
     at_once.train()
     assert [forwards[0], forwards[2]] == [0, 0], "nothing was awaited"
     forwards.clear()
-    true = reference.Reference.add_while_judged
 
     def add_while_judged(self, batches):
         out = true(self, batches)
@@ -125,7 +133,9 @@ def test_a_wait_that_ends_leaves_the_rest_to_the_update(trainer, monkeypatch):
     true_with_reference = one.gradients.with_reference
 
     def with_reference(batch):
-        Awaited.answer_step()
+        if one.scorer.waits():
+            Awaited.answer_step()
+            until(lambda: not one.scorer.waits())
         return true_with_reference(batch)
 
     object.__setattr__(one.gradients, "with_reference", with_reference)
