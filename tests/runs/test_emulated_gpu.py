@@ -153,7 +153,7 @@ def test_masters_are_cast_on_the_device(tmp_path):
     assert sum(count for line, count in found.items() if "parallel/shard.py" in line) == stored > 0, found
 
 
-ENDS = ("policy.py", "metrics.py", "trainer.py", "flops.py")
+ENDS = ("policy.py", "metrics.py", "trainer.py", "throughput.py")
 """Where an update may wait: for the gradient's norm, and for the metrics of the step. The FLOP counter of a first step
 passes these waits on, so they seem to be its own."""
 

@@ -96,7 +96,7 @@ def test_torchrun_lets_a_stopped_run_write_its_report(place):
     file = recipe(place, "stopped", rewards=f"{HERE}RankOneHasNone", eval={"every": 0})
     done = subprocess.run([*TORCHRUN, "train", str(file)], capture_output=True, text=True, env=environment())
     assert done.returncode == 1, done.stderr
-    assert "Reasons: test_parallel.RankOneHasNone: no luck" in done.stdout + done.stderr
+    assert f"Reasons: {HERE}RankOneHasNone: no luck" in done.stdout + done.stderr
     assert (place / "runs" / "stopped" / "report.html").is_file()
 
 
