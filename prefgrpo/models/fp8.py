@@ -56,8 +56,11 @@ def to_fp8(layer: Any, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def multiplies_in_fp8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has row-wise products in fp8 with outputs of `dtype`: on CPUs, and in bf16 on some GPUs."""
-    return device.type != "cuda" or (dtype == torch.bfloat16 and _multiplies_rows(device))
+    """Whether torch has row-wise products in fp8 with outputs of `dtype`: on CPUs since 2.13 at the latest (2.11 has
+    none), and in bf16 on some GPUs."""
+    if device.type == "meta":
+        return True
+    return (device.type == "cpu" or dtype == torch.bfloat16) and _multiplies_rows(device)
 
 
 @lru_cache(None)
