@@ -107,8 +107,6 @@ def test_size_is_pillows_resize_and_wrong_values_are_refused():
             seen(**options)
     with pytest.raises(RewardSpecError, match=r"has no option 'jpg' \(did you mean 'jpeg'"):
         seen(jpg=75)
-    with pytest.raises(RewardSpecError, match="has no option 'jpeg'"):
-        build("vlm_pairwise", {"vlm_pairwise": {"judge": {}, "jpeg": 75}})
 
 
 def test_all_that_a_reward_declares_is_seen_through_its_preprocessing():
@@ -120,9 +118,14 @@ def test_all_that_a_reward_declares_is_seen_through_its_preprocessing():
         meta_keys = ("a",)
         reads = ("b",)
         judged = True
+        of_function = True
+        kinds = ("Alignment",)
+        compares = True
+        is_win_rate = True
         template = "compare"
         probe = MappingProxyType({"prompt": "x"})
         streams = True
+        batch_size = 4
 
         def close(self):
             """Its own."""
