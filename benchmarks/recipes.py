@@ -21,7 +21,7 @@ from prefgrpo.config.schema import Config
 from prefgrpo.models import family
 from prefgrpo.parallel.world import Layout
 from prefgrpo.rollout.assignment import assign_batches, busy_prompts, busy_share
-from prefgrpo.run.memory import GIB, stored_bytes
+from prefgrpo.update.memory import GIB, stored_bytes
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 GPUS = {"lora_flowgrpo_ocr_sd3_1gpu": 1, "lora_flowgrpo_pickscore_sd3_4gpu": 4, "full_dancegrpo_flux": 16}

@@ -11,8 +11,7 @@ from typing import Any
 
 from prefgrpo.objectives.advantages import CombineError
 from prefgrpo.parallel.world import World
-from prefgrpo.run.metrics import RewardsMissing
-from prefgrpo.run.targets import NoInformation
+from prefgrpo.run.targets import NoInformation, RewardsMissing
 from prefgrpo.update.policy import NonFiniteGradient
 
 

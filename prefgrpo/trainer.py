@@ -30,6 +30,7 @@ from prefgrpo.config.loading import load, recipe_values, to_dict
 from prefgrpo.config.recipe import UserError, merge, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
+from prefgrpo.data.writer import Writer
 from prefgrpo.ending import ENDS_A_RUN, Diverged, Interrupt, Interrupted, Result, TrainingStopped
 from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.objectives.base import Targets
@@ -45,16 +46,16 @@ from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
 from prefgrpo.run.errors import errors, idle_errors, refuse
 from prefgrpo.run.folder import RunFolder
-from prefgrpo.run.log import Clock, Log
-from prefgrpo.run.memory import peak_memory
-from prefgrpo.run.metrics import pixel_distances, policy_metrics
+from prefgrpo.run.groups import show_groups
+from prefgrpo.run.log import Clock, Log, open_trackers
 from prefgrpo.run.notes import change_notes, on_policy_note, prompt_notes, skipped_note, start_notes
 from prefgrpo.run.opening import garbage_frozen, open_evaluators, open_run
 from prefgrpo.run.resume import Input, Kind, check_goes_on, check_same_run, keep_inputs, own_inputs, stored
 from prefgrpo.run.rewards import Rewards, evaluation_scorer, training_scorer
 from prefgrpo.run.source import open_source
-from prefgrpo.run.trackers import open_trackers, show_groups
-from prefgrpo.run.writer import Writer
+from prefgrpo.run.targets import pixel_distances
+from prefgrpo.update.memory import peak_memory
+from prefgrpo.update.metrics import policy_metrics
 from prefgrpo.update.policy import learning_rate
 from prefgrpo.update.reference import Reference
 from prefgrpo.update.throughput import Throughput

@@ -41,9 +41,9 @@ from prefgrpo.config.rewards import entries
 from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.models.base import Adapter
 from prefgrpo.run.log import Clock
-from prefgrpo.run.memory import GIB, peak_memory
 from prefgrpo.tiny import pipelines
 from prefgrpo.trainer import Trainer
+from prefgrpo.update.memory import GIB, peak_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "scripts" / "prefgrpo/lora_flux.yaml"

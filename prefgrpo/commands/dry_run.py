@@ -21,12 +21,12 @@ from prefgrpo.parallel.gradient_checkpointing import budgets
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.render import decode
 from prefgrpo.run.errors import errors, refuse
-from prefgrpo.run.memory import GIB, kept_attention, memory_line, peak_memory, sample_bytes, step_bytes
 from prefgrpo.run.notes import kernel_notes
 from prefgrpo.run.opening import open_run
 from prefgrpo.run.rewards import Rewards
 from prefgrpo.run.source import open_source
 from prefgrpo.update.endpoint import EndpointGradients
+from prefgrpo.update.memory import GIB, kept_attention, memory_line, peak_memory, sample_bytes, step_bytes
 from prefgrpo.update.trajectory import TrajectoryGradients, replay
 
 

@@ -35,9 +35,9 @@ from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.errors import model_errors, refuse
 from prefgrpo.run.folder import ABOUT
+from prefgrpo.run.groups import open_pairs
 from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.opening import Weights, weights_of
-from prefgrpo.run.pairs import open_pairs
 from prefgrpo.run.rewards import makes_clips
 from prefgrpo.run.source import distinct_prompts, open_prompts
 from prefgrpo.sde.noise import GENERATED_IDS

@@ -25,7 +25,7 @@ from prefgrpo.report.charts import curves, numbers
 from prefgrpo.report.read import Run, read_run, short
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.measures import JUDGE, MIN_PROMPTS, Estimate, Interval, Measure, interval
-from prefgrpo.run.metrics import WARN_MISSING
+from prefgrpo.run.targets import WARN_MISSING
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:

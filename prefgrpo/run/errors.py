@@ -31,8 +31,8 @@ from prefgrpo.rewards.pairs import get_plan
 from prefgrpo.rollout.assignment import batch_sizes, busy_prompts, busy_share
 from prefgrpo.rollout.sampling import Schedules, load_rule
 from prefgrpo.run.folder import run_of
+from prefgrpo.run.log import PAIRS
 from prefgrpo.run.rewards import asks_judge, judge_config, makes_clips, pairwise_templates
-from prefgrpo.run.trackers import PAIRS
 
 
 def refuse(mistakes: list[str]) -> None:

@@ -1,7 +1,8 @@
 """Evaluation: ODE samples of held-out prompts with fixed noise, compared with those of the initial policy.
 
 Images before and after training share their initial latents, so comparisons are paired: by the judge in both orders,
-and by rewards (win 1, tie ½). Invariant: evaluation never affects the training loss.
+and by rewards (win 1, tie ½). Held-out pairs from files are ranked besides. Invariant: evaluation never affects the
+training loss.
 """
 
 from __future__ import annotations
@@ -17,30 +18,47 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.atomic import save_images, write_atomic
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
+from prefgrpo.data.writer import Writer
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.log import head_and_tail
 from prefgrpo.rewards.scorer import Scorer, StepScores
+from prefgrpo.rollout.assignment import BatchPlan
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import Images, preview, render, sample
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.source_images import as_arrays, sources_of
+from prefgrpo.rollout.stored_groups import StoredGroups
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import finite
-from prefgrpo.run.measures import JUDGE, Comparison, Measure, PairMeasures, Subject, compared, keys_of
-from prefgrpo.run.offline import HeldOutPairs
+from prefgrpo.run.measures import (
+    JUDGE,
+    Comparison,
+    Estimate,
+    Interval,
+    Measure,
+    PairMeasures,
+    Subject,
+    compared,
+    interval,
+    keys_of,
+)
 from prefgrpo.run.rewards import judges_of
-from prefgrpo.run.writer import Writer
-from prefgrpo.sde.noise import EVALUATION_IDS
+from prefgrpo.sde.noise import EVALUATION_IDS, HELD_OUT_GROUPS
+from prefgrpo.update.endpoint import EndpointGradients
 
+DRAWS = 4
+"""Draws of (ε, t) per held-out pair."""
 IN_REPORT = 12
 """Images of an evaluation that the report shows."""
 
@@ -98,6 +116,84 @@ def eval_sets(config: Config, sets: Mapping[str, Sequence[Prompt]]) -> list[Eval
         group = [k for k in range(len(chosen)) for _ in range(config.eval.samples_per_prompt)]
         out.append(EvalSet(name, [chosen[k] for k in group], group, EVALUATION_IDS + number * 2**40))
     return out
+
+
+@dataclass
+class HeldOutPairs:
+    """Ranks held-out groups by the implicit rewards of the current policy; every rank computes its share.
+
+        implicit reward r = −(d − d_initial)    d = mean_D ‖v − u‖²    correct: r_i > r_j for the pair's winner i
+
+    A held-out pair has the same DRAWS of (ε, t) at every evaluation, so its accuracy is comparable over steps, and d of
+    the initial policy is computed once. Ties are not counted; equal rewards count ½, as before the first step.
+    """
+
+    groups: StoredGroups
+    """Whose `pairs` are the held-out ones."""
+    gradients: EndpointGradients
+    folder: RunFolder
+    before: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
+    """[n, G] d under the initial policy, on all ranks."""
+
+    def start(self, resumed: bool) -> None:
+        """Get the initial policy's d: computed and stored by a new run, loaded by a resumed one."""
+        world = self.groups.world
+        file = self.folder.initial_errors
+        if not resumed:
+            self.before = self.errors()
+            world.on_main(lambda: save_images(file, errors=self.before), OSError)
+            return
+
+        def read() -> NDArray[np.float64]:
+            if not file.is_file():
+                raise CheckpointError(f"{file}, of the starting policy, is missing; choose another name")
+            stored: NDArray[np.float64] = np.load(file, allow_pickle=False)["errors"]
+            return stored
+
+        (found, *_) = world.all_gather_object(world.on_main(read, CheckpointError))
+        assert found is not None
+        self.before = found
+
+    @torch.no_grad()
+    def errors(self) -> NDArray[np.float64]:
+        """[n, G] d of the current weights, the mean of DRAWS draws, gathered from all ranks."""
+        world = self.groups.world
+        count = len(self.groups.pairs)
+        mine = list(world.slots(count))
+        padding = -(-count // world.dp_size) - len(mine) if world.equal_forwards else 0
+        drawn = replace(self.gradients, objective=replace(self.gradients.objective, draws=DRAWS))
+        size = self.groups.config.rollout.group_size
+        step = self.groups.config.rollout.batch_size
+        self.groups.encode([self.groups.pairs[k] for k in mine])
+        found: list[tuple[int, list[float]]] = []
+        for k in mine + [0] * padding:
+            row: list[float] = []
+            for first in range(0, size, step):
+                plan = BatchPlan(0, 0, tuple((0, member) for member in range(first, first + step)), world.dp_index)
+                batch = self.groups.batch(self.groups.pairs[k], plan, HELD_OUT_GROUPS + k, 0)
+                errors = torch.stack([drawn.error(batch, draw) for draw in range(DRAWS)])
+                row += errors.double().mean(0).tolist()
+            found.append((k, row))
+        of_group = dict(world.gather_items(found))
+        return np.array([of_group[k] for k in range(count)])
+
+    def measure(self) -> tuple[Estimate, float]:
+        """(share of the judged pairs that the current weights rank correctly, with its interval over prompts; mean of
+        the winners' rewards minus the losers')."""
+        rewards = self.before - self.errors()
+        prompts: dict[tuple[object, ...], int] = {}
+        rows: list[tuple[int, float]] = []
+        for group, reward in zip(self.groups.pairs, rewards, strict=True):
+            prompt = prompts.setdefault((group.prompt.text, group.prompt.source), len(prompts))
+            verdicts = np.sign(np.triu(np.nan_to_num(group.wins, nan=0.5) - 0.5, 1))
+            for i, j in zip(*np.nonzero(verdicts), strict=True):
+                rows.append((prompt, float(verdicts[i, j] * (reward[i] - reward[j]))))
+        margins = np.array([margin for _, margin in rows])
+        if not rows:
+            return Estimate(interval=Interval(prompts=0)), np.nan
+        right = (np.sign(margins) + 1) / 2
+        prompt_of = np.array([prompt for prompt, _ in rows])
+        return Estimate(float(right.mean()), interval=interval(prompt_of, right)), float(margins.mean())
 
 
 @dataclass

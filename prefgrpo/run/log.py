@@ -1,8 +1,12 @@
-"""Output of a run: metrics.jsonl, trackers, a progress bar and one readable line per step.
+"""Output of a run: metrics.jsonl, trackers (TensorBoard, Weights & Biases), a progress bar and a line per step.
 
 metrics.jsonl has one JSON object per line, with `kind` 'train' or 'eval'. Timings have keys that start with 'time/', so
 that everything else can be compared bit for bit between runs. Invariant: a resumed run never changes earlier lines, and
-drops the lines of steps that it repeats.
+drops the lines of steps that it repeats; no other file of a run depends on trackers.
+
+Each tracker gets the metrics, a few training groups with their rewards, and evaluation images beside the initial
+policy's (frames for clips). WANDB_MODE=offline and its other variables set the destination; the project is
+WANDB_PROJECT, by default prefgrpo.
 """
 
 from __future__ import annotations
@@ -12,11 +16,13 @@ import math
 import os
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,16 +31,20 @@ from numpy.typing import NDArray
 from PIL import Image
 from tqdm import tqdm
 
+from prefgrpo.config.loading import to_dict
+from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
+from prefgrpo.data.writer import Writer
 from prefgrpo.rollout.render import stills
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.measures import rewards_of_step
-from prefgrpo.run.metrics import BY_STEP
-from prefgrpo.run.writer import Writer
+from prefgrpo.update.metrics import BY_STEP
 
 REASONS_SHOWN = 3
 """Reasons for missing rewards that a step prints, most frequent first; a run prints ten times as many."""
 
+PAIRS = "pairs"
+"""The tracker that stores judged groups (`run.groups`)."""
 LONGEST = 512
 """Maximum pixels of the longer side of an evaluation's images in trackers, which encode them as PNG."""
 IN_LINE = {
@@ -60,7 +70,7 @@ Pictures = dict[str, tuple[str, NDArray[np.uint8]]]
 
 
 class Tracker(Protocol):
-    """Receiver of a run's metrics and pictures (`run.trackers`)."""
+    """Receiver of a run's metrics and pictures (`trackers` of a recipe)."""
 
     def log(self, step: int, numbers: Mapping[str, float], pictures: Pictures) -> None:
         """Take the numbers and pictures of a step."""
@@ -260,3 +270,63 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- trackers -------------------------------------------------------------------------------------------------------
+
+
+def open_trackers(config: Config, folder: RunFolder, start: int) -> list[Tracker]:
+    """The trackers of a run that starts or resumes after step `start`."""
+    return [
+        TensorBoard(folder, start) if name == "tensorboard" else WandB(config, folder, start > 0)
+        for name in config.trackers
+        if name != PAIRS
+    ]
+
+
+class TensorBoard:
+    """TensorBoard events in the run folder."""
+
+    def __init__(self, folder: RunFolder, start: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder.tensorboard), purge_step=start + 1 if start else 0)
+
+    def log(self, step: int, numbers: Mapping[str, float], pictures: Pictures) -> None:
+        """Scalars, and images with their captions as texts of the same names."""
+        for key, value in numbers.items():
+            self._writer.add_scalar(key, value, step)
+        for name, (caption, pixels) in pictures.items():
+            self._writer.add_image(name, pixels, step, dataformats="HWC")
+            self._writer.add_text(name, caption, step)
+
+    def close(self) -> None:
+        """Flush the events."""
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases."""
+
+    def __init__(self, config: Config, folder: RunFolder, resumed: bool) -> None:
+        self._module: Any = import_module("wandb")
+        if not (resumed and folder.wandb_id.is_file()):
+            write_atomic(folder.wandb_id, uuid.uuid4().hex)
+        self._run = self._module.init(
+            project=os.environ.get("WANDB_PROJECT", "prefgrpo"),
+            name=config.name,
+            config=to_dict(config),
+            resume="allow" if resumed else "never",
+            id=folder.wandb_id.read_text().strip(),
+            dir=str(folder.root),
+        )
+
+    def log(self, step: int, numbers: Mapping[str, float], pictures: Pictures) -> None:
+        """Scalars, and images with their captions; steps that a resumed run repeats are ignored."""
+        image = self._module.Image
+        shown = {name: image(pixels, caption=caption) for name, (caption, pixels) in pictures.items()}
+        self._run.log({**numbers, **shown}, step=step)
+
+    def close(self) -> None:
+        """Finish the run, sending pending data."""
+        self._run.finish()

@@ -18,8 +18,8 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards import load_class
 from prefgrpo.rollout.assignment import assign_batches, busy_prompts, busy_share
 from prefgrpo.run.measures import MIN_PROMPTS
-from prefgrpo.run.memory import kept_attention, memory_line, step_bytes
 from prefgrpo.update.gradients import Gradients
+from prefgrpo.update.memory import kept_attention, memory_line, step_bytes
 from prefgrpo.update.policy import Policy, learning_rate
 
 

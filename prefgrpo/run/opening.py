@@ -19,6 +19,7 @@ import torch
 from prefgrpo.config.recipe import ConfigError, UserError
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import Prompt, fingerprint
+from prefgrpo.data.writer import Writer
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError, locate
@@ -37,12 +38,11 @@ from prefgrpo.run import checkpoint
 from prefgrpo.run.errors import model_errors, refuse, window_errors
 from prefgrpo.run.evaluation import Evaluator, eval_sets
 from prefgrpo.run.folder import RunFolder, run_of
-from prefgrpo.run.memory import attention_limit, certain_bytes, check_memory, reduces_once, stored_bytes
 from prefgrpo.run.rewards import makes_clips
 from prefgrpo.run.source import Source
-from prefgrpo.run.writer import Writer
 from prefgrpo.update.endpoint import EndpointGradients
 from prefgrpo.update.gradients import Gradients
+from prefgrpo.update.memory import attention_limit, certain_bytes, check_memory, reduces_once, stored_bytes
 from prefgrpo.update.policy import Policy
 from prefgrpo.update.trajectory import TrajectoryGradients
 

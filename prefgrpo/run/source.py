@@ -29,12 +29,12 @@ from prefgrpo.rollout.generated_groups import GeneratedGroups
 from prefgrpo.rollout.plan import Groups
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.stored_groups import StoredGroups, unguided
+from prefgrpo.run.evaluation import HeldOutPairs
 from prefgrpo.run.folder import RunFolder
+from prefgrpo.run.groups import open_pairs
 from prefgrpo.run.log import Log
-from prefgrpo.run.offline import HeldOutPairs, PairTargets
-from prefgrpo.run.pairs import open_pairs
 from prefgrpo.run.resume import Fingerprints, Input, Kind, fingerprints
-from prefgrpo.run.targets import StepTargets
+from prefgrpo.run.targets import PairTargets, StepTargets
 from prefgrpo.update.endpoint import EndpointGradients
 from prefgrpo.update.gradients import Gradients
 

@@ -26,10 +26,10 @@ from prefgrpo.objectives.awm import AWM
 from prefgrpo.objectives.base import GroupObjective, PointwiseObjective, Targets, TrajectoryObjective
 from prefgrpo.rewards.functions import FunctionPairs
 from prefgrpo.rollout.batch import Batch
-from prefgrpo.run.metrics import FACTS
 from prefgrpo.run.opening import open_gradients, open_policy
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 from prefgrpo.sde.schedule import make_schedule
+from prefgrpo.update.metrics import FACTS
 
 P, G, SEED = 3, 4, 5
 GENERATOR = torch.Generator().manual_seed(3)

@@ -40,9 +40,9 @@ from prefgrpo.rollout.generated_groups import GeneratedGroups
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run import opening
 from prefgrpo.run.errors import option_errors
-from prefgrpo.run.memory import static_bytes, stored_bytes
-from prefgrpo.run.metrics import FACTS
 from prefgrpo.run.opening import open_gradients
+from prefgrpo.update.memory import static_bytes, stored_bytes
+from prefgrpo.update.metrics import FACTS
 from prefgrpo.update.policy import Policy
 from prefgrpo.update.trajectory import TrajectoryGradients
 

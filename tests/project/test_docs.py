@@ -26,7 +26,7 @@ from prefgrpo.commands.cli import read, split
 from prefgrpo.config.loading import PEERS, load
 from prefgrpo.rollout.assignment import busy_share
 from prefgrpo.run.errors import batch_errors
-from prefgrpo.run.memory import GIB
+from prefgrpo.update.memory import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

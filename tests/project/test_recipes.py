@@ -33,9 +33,9 @@ from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rewards import load_class
 from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.run.errors import batch_errors, idle_errors, reward_errors
-from prefgrpo.run.memory import stored_bytes
 from prefgrpo.run.notes import idle_warning
 from prefgrpo.run.rewards import makes_clips
+from prefgrpo.update.memory import stored_bytes
 
 FOLDER = __import__("pathlib").Path(__file__).resolve().parents[2] / "scripts"
 RECIPES = sorted(p for p in FOLDER.glob("*/*.yaml") if p.stem.startswith(("lora_", "full_")))

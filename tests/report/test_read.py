@@ -12,12 +12,12 @@ from tiny_run import ALONE
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
+from prefgrpo.data.writer import Writer
 from prefgrpo.report.read import read_run
 from prefgrpo.rollout.render import sample
 from prefgrpo.run.evaluation import EvalSet, Evaluator
 from prefgrpo.run.folder import RunFolder
-from prefgrpo.run.trackers import save_groups
-from prefgrpo.run.writer import Writer
+from prefgrpo.run.groups import save_groups
 from scripts.demo_world.strip import GAP, MARGIN, write_strip
 
 

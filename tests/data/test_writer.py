@@ -18,10 +18,10 @@ import pytest
 from tiny_run import rows
 
 from prefgrpo.data import atomic
+from prefgrpo.data.writer import MOST, Writer
 from prefgrpo.ending import TrainingStopped
 from prefgrpo.run import evaluation, trackers
-from prefgrpo.run.writer import MOST, Writer
-from tests.run.test_trackers import Recorder
+from tests.run.test_log import Recorder
 
 
 def brighter(prompt, image_a, image_b):

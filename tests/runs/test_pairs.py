@@ -28,7 +28,7 @@ from prefgrpo.data.tables import DataError
 from prefgrpo.report import write_report
 from prefgrpo.rollout.source_images import fit
 from prefgrpo.rollout.stored_groups import unguided
-from prefgrpo.run.offline import DRAWS
+from prefgrpo.run.evaluation import DRAWS
 from prefgrpo.sde.noise import HELD_OUT_GROUPS, endpoint_noise, endpoint_normal
 from prefgrpo.tiny import pipelines
 from prefgrpo.trainer import Trainer

@@ -19,7 +19,7 @@ from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.run.errors import tracker_errors
 from prefgrpo.run.folder import RunFolder
-from prefgrpo.run.pairs import _store, open_pairs, read
+from prefgrpo.run.groups import _store, open_pairs, read
 
 NAN = float("nan")
 

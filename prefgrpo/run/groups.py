@@ -1,4 +1,5 @@
-"""A run's judged groups as pairs to train on: written by the tracker `pairs`, and read from a run's folder.
+"""A run's judged groups: a few that the report and trackers show, and pairs to train on, which the tracker `pairs`
+writes and `data.pairs: RUN` reads.
 
 With the tracker, RUN/pairs has every judged group: its images as lossless WebP, and a table GROUP.jsonl with a row per
 judging reward, in the format of `data.pair_rows`. Without it, a run keeps only the few groups of its report.
@@ -16,18 +17,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from prefgrpo.config.recipe import read_yaml
-from prefgrpo.data.atomic import write_atomic
+from prefgrpo.config.schema import Config
+from prefgrpo.data.atomic import save_images, write_atomic
 from prefgrpo.data.pairs import PairGroup, read_pairs
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.data.stored import Shape, StoredMedia
 from prefgrpo.data.tables import DataError
+from prefgrpo.data.writer import Writer
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
+from prefgrpo.rollout.render import stills
+from prefgrpo.rollout.source_images import as_arrays
 from prefgrpo.run.folder import RunFolder, run_of
-from prefgrpo.run.writer import Writer
+from prefgrpo.run.log import PAIRS, Log, Pictures
+
+MOST_GROUPS = 3
+"""Groups of a step that are shown."""
+SIDE = 256
+"""Shorter side in pixels at which trackers show an image of a group, or a little more."""
 
 
 def open_pairs(path: str, world: World) -> list[PairGroup]:
@@ -108,3 +119,60 @@ def _row(step: int, reward: str, comparisons: Any, sample: Sample) -> dict[str, 
     own = {name: value for name, value in sample.meta.items() if isinstance(value, (str, int, float, bool))}
     row = own | {"prompt": sample.prompt, "wins": wins.tolist(), "counts": counts.tolist()}
     return row | {"reward": reward, "step": step}
+
+
+# ---- what a run shows -----------------------------------------------------------------------------------------------
+
+
+def is_shown(config: Config, step: int) -> bool:
+    """Whether groups of a step are shown: the first step, the last, and those with an evaluation."""
+    return step in (1, config.train.steps) or step % (config.eval.every or 50) == 0
+
+
+def show_groups(config: Config, step: int, scores: StepScores, log: Log) -> None:
+    """On rank 0, store a few judged groups for the report, and send some to the trackers, at the first and the last
+    step and at those with an evaluation. With the tracker `pairs`, every rank also stores all judged ones."""
+    if PAIRS in config.trackers:
+        store(log.folder, step, scores, log.writer)
+    if log.active and scores.samples and is_shown(config, step):
+        save_groups(log.folder.group(step), scores, log.writer)
+        log.show(step, partial(group_pictures, scores))
+
+
+def group_pictures(scores: StepScores) -> Pictures:
+    """The images of a few groups side by side (the frames of clips below each other), with their prompt and the value
+    of every reward, from left to right."""
+    out: Pictures = {}
+    for k, members in enumerate(list(scores.samples.values())[:MOST_GROUPS]):
+        strips = [stills(members[m].media.pixels) for m in sorted(members)]
+        factor = max(min(members[0].media.pixels.shape[-3:-1]) // SIDE, 1)
+        small = [np.asarray(Image.fromarray(strip).reduce(factor)) for strip in strips]
+        lines = [members[0].prompt]
+        for name, values in scores.values.items():
+            lines.append(f"{name} " + " ".join(f"{value:.3g}" for value in values[k]))
+        axis = 0 if members[0].media.clip else 1
+        out[f"samples/{k + 1}"] = "\n".join(lines), np.concatenate(small, axis=axis)
+    return out
+
+
+def save_groups(file: Path, scores: StepScores, writer: Writer) -> None:
+    """Store images, wins, counts, win rates, prompts and sources (as the model saw them) of judged groups, on the
+    writer's thread; nothing without judged groups."""
+    judged = [
+        ([members[m] for m in sorted(members)], (*scores.comparisons[name][k], scores.values[name][k]))
+        for name in scores.comparisons
+        for k, members in enumerate(scores.samples.values())
+    ][:MOST_GROUPS]
+    if not judged:
+        return
+    save = partial(
+        save_images,
+        file,
+        images=np.stack([np.stack([stills(s.media.pixels) for s in members]) for members, _ in judged]),
+        wins=np.stack([wins for _, (wins, _, _) in judged]),
+        counts=np.stack([counts for _, (_, counts, _) in judged]),
+        rates=np.stack([rates for _, (_, _, rates) in judged]),
+        prompts=np.array([members[0].prompt for members, _ in judged]),
+        **as_arrays([members[0].source for members, _ in judged]),
+    )
+    writer.put(save, pictures=True)

@@ -26,9 +26,10 @@ from prefgrpo.parallel.parallelize import add_trained_weights, parallelize
 from prefgrpo.parallel.shard import quantise_weights
 from prefgrpo.rollout import render
 from prefgrpo.rollout.render import decode, to_uint8
-from prefgrpo.run import memory
 from prefgrpo.run.log import Clock
-from prefgrpo.run.memory import (
+from prefgrpo.run.opening import open_adapter, open_policy
+from prefgrpo.update import memory
+from prefgrpo.update.memory import (
     certain_bytes,
     check_memory,
     kept_attention,
@@ -37,7 +38,6 @@ from prefgrpo.run.memory import (
     stored_bytes,
     velocity_bytes,
 )
-from prefgrpo.run.opening import open_adapter, open_policy
 
 FLUX = case_of("flux")
 CPU = torch.device("cpu")
