@@ -57,7 +57,7 @@ class StepScores:
 
 
 @dataclass
-class _Step:
+class _OpenStep:
     """State of a step between `begin` and `finish`."""
 
     number: int
@@ -139,7 +139,7 @@ class Scorer:
         self.active = active
         self._log = Path(log_path) if log_path else None
         self._lock = threading.Lock()
-        self._open_steps: list[_Step] = []
+        self._open_steps: list[_OpenStep] = []
         self._worker = ThreadPoolExecutor(1, "rewards")
         self._device: int | None = None  # the process's GPU, if it uses one
 
@@ -150,7 +150,7 @@ class Scorer:
         if torch.cuda.is_initialized():
             self._device = torch.cuda.current_device()
         keys = {name: {group: self._keys(name, self._seed(step, group)) for group in groups} for name in self.rewards}
-        self._open_steps.append(_Step(step, {group: {} for group in groups}, keys))
+        self._open_steps.append(_OpenStep(step, {group: {} for group in groups}, keys))
 
     def add(self, group: int, member: int, sample: Sample) -> None:
         """Hand over a sample as member 0 … G − 1 of a group, from any thread; does not block."""
@@ -246,13 +246,13 @@ class Scorer:
             answers = {key: rounded(answer) for key, answer in answers.items()}
         return reward.tally(self.group_size, answers)
 
-    def _calls(self, step: _Step, name: str) -> list[list[int]]:
+    def _calls(self, step: _OpenStep, name: str) -> list[list[int]]:
         """The groups of each call of an in-process reward: always the same ones, whatever arrives first."""
         groups = list(step.samples)
         together = 1 if self.rewards[name].compares else max(AT_ONCE // self.group_size, 1)
         return [groups[k : k + together] for k in range(0, len(groups), together)]
 
-    def _send(self, step: _Step, name: str, group: int, member: int) -> None:
+    def _send(self, step: _OpenStep, name: str, group: int, member: int) -> None:
         """Ask a streaming reward the questions that a new member completes."""
         for key in step.keys[name][group]:
             question = step.question(group, key) if member in key else None
@@ -260,7 +260,7 @@ class Scorer:
                 answer = loop_thread().submit(self.rewards[name].answer(*question))
                 step.expect(name, [(group, key)], answer)
 
-    def _start(self, step: _Step, name: str, groups: list[int]) -> None:
+    def _start(self, step: _OpenStep, name: str, groups: list[int]) -> None:
         """Ask an in-process reward all questions about the members of these groups that exist."""
         asked: dict[tuple[int, Key], Question] = {}
         for group in groups:
@@ -278,7 +278,7 @@ class Scorer:
 
     def _metrics(
         self,
-        step: _Step,
+        step: _OpenStep,
         values: Mapping[str, NDArray[np.float64]],
         answers: Mapping[str, list[dict[Key, Answer]]],
         wait_s: float,

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 
 import numpy as np
 import pytest
@@ -15,9 +14,8 @@ from tiny_run import merged, ranks, recipe, rows, train
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.tables import DataError
 from prefgrpo.judge import check as check_module
-from prefgrpo.judge.check import check
+from prefgrpo.judge.check import agreement, check, human_pairs
 from prefgrpo.judge.http import JudgeError
-from prefgrpo.judge.human_pairs import agreement, read_pairs
 from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped_templates
 
 # ---- judge check ----------------------------------------------------------------------------------------------------
@@ -102,7 +100,7 @@ def test_a_bad_server_of_two_is_named():
 @pytest.fixture
 def people(tmp_path):
     """Five pairs of a dark a and a bright b: people choose b in three, a in one, and neither in one."""
-    for name, level in {"dark": 40, "bright": 200}.items():
+    for name, level in {"dark": 40, "grey": 128, "bright": 200}.items():
         Image.new("RGB", (16, 16), (level,) * 3).save(tmp_path / f"{name}.png")
     file = tmp_path / "pairs.csv"
     choices = ("b", "B ", "b", "a", "tie")
@@ -119,26 +117,39 @@ def test_agreement_with_people(people, capsys):
         assert lines[1].startswith("accuracy: 0.750 [0.301, 0.954]")
         assert lines[2].startswith("order inconsistency: 0.000 [0.000, 0.434]")
     with Server("compare", lambda wins, rng: 1) as server:  # always the first: each pair is right in one order
-        lines = agreement(*asker(JudgeConfig((server.url,)), "compare"), read_pairs(people))
+        lines = agreement(*asker(JudgeConfig((server.url,)), "compare"), human_pairs(people))
         assert lines[1].startswith("accuracy: 0.500") and lines[2].startswith("order inconsistency: 1.000")
 
 
 def test_pairs_without_a_verdict_are_left_out_and_counted(people):
+    people.write_text(people.read_text() + "p,bright.png,grey.png,tie\n")
+    pairs = human_pairs(people)
     (people.parent / "dark.png").write_bytes(b"no image")
-    people.write_text(people.read_text() + "p,bright.png,bright.png,tie\n")
     with Server("compare", lambda wins, rng: wins) as server:
-        lines = agreement(*asker(JudgeConfig((server.url,)), "compare"), read_pairs(people))
+        lines = agreement(*asker(JudgeConfig((server.url,)), "compare"), pairs)
     assert lines[0].startswith("pairs: 1 of 6") and lines[1].startswith("accuracy: –")
     assert lines[-1].startswith("WARNING: 10 of 12 questions have no verdict, the first:") and "dark.png" in lines[-1]
-    for row, text in {
-        "p,dark.png,bright.png,c": "line 8: choice: expected one of a, b, tie, got 'c'",
+
+
+def test_rows_that_are_no_pair_are_named(people):
+    rows = {
+        "p,dark.png,bright.png,c": "line 7: choice: expected one of a, b, tie, got 'c'",
         "p,dark.png,nowhere.png,a": "line 8: file not found: nowhere.png",
-        "p,dark.png,bright.png,": "line 8: choice: expected one of a, b, tie, got ''",
-    }.items():
-        other = people.parent / "other.csv"
-        other.write_text(people.read_text() + row + "\n")
-        with pytest.raises(DataError, match=re.escape(text)):
-            read_pairs(other)
+        "p,dark.png,bright.png,": "line 9: choice: expected one of a, b, tie, got ''",
+    }
+    people.write_text(people.read_text() + "".join(f"{row}\n" for row in rows))
+    with pytest.raises(DataError) as error:
+        human_pairs(people)
+    assert all(reason in str(error.value) for reason in rows.values())
+    three = people.with_suffix(".jsonl")
+    row = {
+        "prompt": "p",
+        "samples": ["dark.png", "grey.png", "bright.png"],
+        "wins": [[None, 1, 1], [0, None, 1], [0, 0, None]],
+    }
+    three.write_text(json.dumps(row))
+    with pytest.raises(DataError, match="line 1: expected two images, got 3"):
+        human_pairs(three)
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from prefgrpo.data.media import Media
 from prefgrpo.judge.check import Shape, check
 from prefgrpo.judge.client import HttpJudge, open_judge
 from prefgrpo.judge.event_loop import loop_thread
-from prefgrpo.judge.request import encode
 from prefgrpo.judge.template import Query, Shown, load_template
+from prefgrpo.judge.uploads import encode
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import Scorer

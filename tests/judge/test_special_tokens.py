@@ -23,8 +23,8 @@ from tokenizers import AddedToken
 from prefgrpo.data.media import Media
 from prefgrpo.judge.check import Shape, check
 from prefgrpo.judge.local import LocalJudge
-from prefgrpo.judge.special_tokens import KNOWN, served_tokens
 from prefgrpo.judge.template import load_template
+from prefgrpo.judge.tokens import KNOWN, served_tokens
 from prefgrpo.rewards import build as build_rewards
 from prefgrpo.rewards.base import Sample
 from tests.judge.test_http import ask, media

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from judge_server import completion
 
 from prefgrpo.judge import answers
-from prefgrpo.judge.answers import two_label_softmax
-from prefgrpo.judge.client import first_choice, read
+from prefgrpo.judge.answers import first_choice, read, two_label_softmax
 from prefgrpo.judge.http import JudgeError
-from prefgrpo.judge.request import chat_body
-from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped_templates
+from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, chat_body, load_template, shipped_templates
 
 TEXTS = ("prompt", "criterion", "checkpoints", "asked")
 MEDIA = ("source", "media_1", "media_2")

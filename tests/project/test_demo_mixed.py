@@ -53,7 +53,7 @@ def recipe(place, url):
             {
                 "name": "unifiedreward_flex",
                 "weight": 0.7,
-                "options": {"category_weights": [1.0, 0.7, 0.7], "plan": "round_robin", "verdict": "hard"},
+                "options": {"category_weights": [1.0, 0.7, 0.7], "plan": "round_robin", "round_verdicts": True},
             },
             {"name": "clip", "weight": 0.3, "options": tiny_rewards.MAKERS["clip"](place / "clip")},
             {"name": "jpeg_compressibility", "weight": 0.0},

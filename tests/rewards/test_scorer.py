@@ -104,7 +104,7 @@ def test_plans_ask_the_same_streamed_or_not_in_any_order_of_arrival(plan, asked)
 
 
 def test_pairs_go_out_over_http_while_samples_are_made():
-    options = {"plan": "k_regular(2)", "verdict": "hard"}
+    options = {"plan": "k_regular(2)", "round_verdicts": True}
     with JudgeServer(delay_s=0.02) as server:
         judge = {"judge": JudgeConfig((server.url,))}
         rewards = build("vlm_pairwise,jpeg_compressibility", {"vlm_pairwise": judge | options})
