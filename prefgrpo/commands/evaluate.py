@@ -211,7 +211,7 @@ def _write_comparison(
                 **wins.interval._asdict(),
                 "first": measure.first.value if measure.first else None,
                 "second": measure.second.value if measure.second else None,
-                "verdict": conclusion,
+                "conclusion": conclusion,
             }
             lines.append(f"win rate by {one.name}/{subject}: {summary(measure)}: {conclusion}")
         for subject, (now, before) in one.values.items():

@@ -34,7 +34,7 @@ from prefgrpo.judge.template import load_template
 from prefgrpo.rewards.pairs import both_orders
 from prefgrpo.tiny import scenes
 from tests.judge.test_client import ask
-from tests.judge.test_prefill import TRIMS
+from tests.judge.test_tokens import TRIMS
 
 MODEL = str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")
 VLLM = os.environ.get("PREFGRPO_VLLM", "")

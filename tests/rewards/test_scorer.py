@@ -132,6 +132,20 @@ def test_a_b_orders_differ_between_steps_and_repeat_for_a_seed():
     assert len({tuple(asked(step, seed)) for step in range(3) for seed in range(3)}) > 3
 
 
+class First(StubJudge):
+    """Always prefers the first."""
+
+    def _answer(self, media):
+        return Answer(0.95)
+
+
+def test_a_judge_that_contradicts_itself_rewards_nobody():
+    result = run(pairs(First()), LEVELS, groups=(7,))
+    assert np.allclose(result.values["vlm_pairwise"], 0.5, atol=1e-12), "position alone gives no advantage"
+    assert result.metrics["judge/order_inconsistency"] == 1.0 and result.metrics["judge/position_bias"] == 1.0
+    assert result.metrics["judge/failures"] == 0
+
+
 def test_a_failed_comparison_counts_for_nobody_and_the_log_has_a_line_for_it(tmp_path):
     path = tmp_path / "run" / "judgements.jsonl"
     with pairs(StubJudge(broken=[10]), log_path=path) as s:
