@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.answer import Answer
-from prefgrpo.data.metric import Metric
 from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.rewards.base import NOT_GENERATED, Key, Question, Reward, Sample, Tally, answers_in_process, reason_of
-from prefgrpo.rewards.log import judge_metrics, log_judgements
+from prefgrpo.rewards.log import log_judgements, step_metrics
 from prefgrpo.rewards.pairs import Plan, rounded
 
 AT_ONCE = 16
@@ -206,9 +205,11 @@ class Scorer:
         values = {name: table.reshape(-1, self.group_size) for name, table in values.items()}  # None: NaN
         shape = (-1, 2, self.group_size, self.group_size)
         comparisons = {name: np.array(rows, np.float64).reshape(shape) for name, rows in tables.items()}
-        metrics = self._metrics(step, values, answers, wait_s) if self.active else {}
-        reasons = _reasons(scores, answers) if self.active else {}
-        return StepScores(step.samples, values, scores, answers, comparisons, metrics, reasons)
+        if not self.active:
+            return StepScores(step.samples, values, scores, answers, comparisons, {}, {})
+        self._log_answers(step, answers)
+        metrics = step_metrics(values, step.seconds, answers, wait_s)
+        return StepScores(step.samples, values, scores, answers, comparisons, metrics, _reasons(scores, answers))
 
     def cancel(self) -> None:
         """Cancel all unfinished steps."""
@@ -276,33 +277,13 @@ class Scorer:
 
         step.expect(name, list(asked), self._worker.submit(work))
 
-    def _metrics(
-        self,
-        step: _OpenStep,
-        values: Mapping[str, NDArray[np.float64]],
-        answers: Mapping[str, list[dict[Key, Answer]]],
-        wait_s: float,
-    ) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for name, table in values.items():
-            missing = np.isnan(table)
-            if missing.size:
-                metrics[f"reward/{name}/missing_rate"] = Metric(float(missing.mean()), weight=missing.size)
-            if seconds := step.seconds[name]:
-                p50, p95 = np.percentile(seconds, [50, 95]).tolist()
-                metrics[f"reward/{name}/latency_p50"] = Metric(p50, timed=True)
-                metrics[f"reward/{name}/latency_p95"] = Metric(p95, "max", timed=True)
-        if judged := [of_group for groups in answers.values() for of_group in groups if of_group]:
-            metrics |= judge_metrics(judged) | {"judge/wait_s": Metric(wait_s, "max", timed=True)}
-        for name, groups in answers.items() if len(answers) > 1 else ():
-            of_judge = judge_metrics(groups)
-            metrics |= {key.replace("judge/", f"judge/{name}/"): value for key, value in of_judge.items()}
+    def _log_answers(self, step: _OpenStep, answers: Mapping[str, list[dict[Key, Answer]]]) -> None:
+        if self._log is None:
+            return
         for name, groups in answers.items():
             for (group, members), of_group in zip(step.samples.items(), groups, strict=True):
                 prompt = next((sample.prompt for sample in members.values()), "")
-                if self._log:
-                    log_judgements(self._log, name, step.number + 1, group, prompt, of_group)
-        return metrics
+                log_judgements(self._log, name, step.number + 1, group, prompt, of_group)
 
 
 def _reasons(

@@ -4,7 +4,7 @@ For each: bounded time, a missing pair (never 0.5) with a reason that names the 
 other server keeps working. A judge that is shared by many processes refuses what it cannot take, and says for how long:
 nothing may be lost that the deadline allows. The servers decode the images and prefer the brighter one, so a verdict on
 the wrong pair would show, and count, so that none is asked much more often than it answers. Malformed answers are in
-tests/judge/test_template.py.
+tests/judge/test_answers.py.
 """
 
 import asyncio
