@@ -195,10 +195,10 @@ def test_a_server_that_starts_later_is_waited_for_and_the_wait_is_reported(begin
     server = JudgeServer("" if begins == "down" else begins, port=free_port())
     url = server.url
     if begins == "down":
-        timer = threading.Timer(1.2, server.__enter__)
+        timer = threading.Timer(2.0, server.__enter__)
     else:
         server.__enter__()
-        timer = threading.Timer(1.2, setattr, (server, "fault", ""))
+        timer = threading.Timer(2.0, setattr, (server, "fault", ""))
     timer.start()
     try:
         assert reached(JudgeConfig((url,)), say=said.append) == (MODEL, {url: ""})

@@ -27,23 +27,18 @@ from collections import Counter
 from pathlib import Path
 
 import brotli
+import numpy as np
 import pytest
-import torch
 from aiohttp import web
 from ranks import free_port, until
 from servers import MODEL, Balancer, JudgeServer, _zipped, asker, completion
-from world import grey
 
-from prefgrpo.config.loading import load
 from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.data.media import Media
 from prefgrpo.judge import http
 from prefgrpo.judge.check import check
 from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, Kind, asked_pause_s
-from prefgrpo.judge.template import load_template
-from prefgrpo.parallel.world import World
-from prefgrpo.rewards import load_class
 from prefgrpo.rewards.pairs import both_orders, get_plan
-from prefgrpo.run.rewards import judge_config
 
 if sys.version_info >= (3, 14):  # the other part can go when Python 3.14 is the floor, as can backports.zstd
     from compression import zstd
@@ -58,7 +53,7 @@ NUMBERS = itertools.count()
 
 
 def media(levels):
-    return [grey(level) for level in levels]
+    return [Media(np.full((32, 32, 3), level, np.uint8)) for level in levels]
 
 
 def judge(*urls, retries=2, template="compare", **changes):
@@ -380,7 +375,7 @@ def test_eight_processes_share_a_server_that_refuses_what_is_too_much():
             seen = json.loads(reply.read())
     assert json.loads(done.stdout) == [len(PAIRS)] * 8, done.stderr
     assert seen["answered"] == 8 * len(PAIRS) and seen["asked"] <= 3 * seen["answered"], seen
-    assert seen["checks"] == 8 and min(seen["refused"].values()) > 0 and len(seen["refused"]) == 2
+    assert seen["checks"] == 8 and seen["refused"], "the rate, or the queue"
 
 
 def test_a_group_prefers_one_server_and_no_server_is_idle():
@@ -526,6 +521,14 @@ class LoadedServer:
 def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, monkeypatch):
     """All questions of a step arrive at once, as after an instantaneous rollout, with the shipped recipe's own values:
     no request is lost, hardly an answer wasted, and the limits keep the server busy."""
+    import torch
+
+    from prefgrpo.config.loading import load
+    from prefgrpo.judge.template import load_template
+    from prefgrpo.parallel.world import World
+    from prefgrpo.rewards import load_class
+    from prefgrpo.run.rewards import judge_config  # imports diffusers, which the client processes need not
+
     config = load(f"scripts/unifiedreward/{recipe}.yaml")
     entry = config.rewards[0]
     timeout_s = config.judge.timeout_s or load_template(load_class(entry.reward).template).timeout_s
