@@ -119,14 +119,14 @@ def sample_bytes(config: Config, latent_shape: Sequence[int], layout: Layout) ->
     """Bytes of a sample that a process keeps at most: x before and after every trained step in fp32, v if the objective
     reads it, and the final latents; its share of the tokens of each."""
     r = config.rollout
-    goal = make_objective(config.train)
+    objective = make_objective(config.train)
     elements = -(-math.prod(latent_shape) // layout.context)
-    if goal.inputs == "endpoint":
+    if objective.inputs == "endpoint":
         return elements * 4
     span = len(window_range(r))
     trained = r.window_size or span
     states = trained + 1 if r.window_policy == "random" else min(2 * trained, span + 1)
-    velocities = trained * velocity_bytes(config) * goal.keeps_velocity
+    velocities = trained * velocity_bytes(config) * objective.keeps_velocity
     return elements * (4 * (states + 1) + velocities)
 
 
