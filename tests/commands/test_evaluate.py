@@ -63,6 +63,7 @@ def last(place, name):
     return [row for row in rows(place / "runs" / name) if row["kind"] == "eval"][-1]
 
 
+@pytest.mark.full
 def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
     output, found = evaluate("one")
     known = last(place, "one")
@@ -86,6 +87,7 @@ def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
     assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
 
 
+@pytest.mark.full
 def test_checkpoints_and_runs_are_told_apart(place, evaluate):
     """Anything against itself is a tie."""
     shown = []
@@ -127,6 +129,7 @@ def rank_one_sees_no_checkpoint() -> None:
         RunFolder.latest = lambda _: None
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_ranks_share_the_prompts(place):
     target = place / "runs/one"

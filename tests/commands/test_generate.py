@@ -75,6 +75,7 @@ def test_an_unknown_family_is_told(place):
     assert "family: unknown family 'flx'" in command("preprocess", file, code=2)
 
 
+@pytest.mark.full
 def test_once_all_is_encoded_no_encoder_is_loaded(place):
     """The cache is the same when filled again, and a run from it the same as without one."""
     model, cache = pipelines.make("flux", place / "lean"), place / "cache"
@@ -143,6 +144,7 @@ def test_edit_sources_are_encoded_once_per_image(place):
     assert "no text encoder was loaded" in trained(file, "--train.steps", "1")
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_two_ranks_encode_each_text_once(place):
     over = {"family": "sd3", "model": str(place / "sd3"), "rollout": {"guidance": 4.5}}

@@ -160,6 +160,7 @@ def test_a_fresh_clone_scores_a_folder(place, capsys):
         assert row["total"] == pytest.approx(sum(s["value"] for s in row["scores"].values()))
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_any_number_of_ranks_writes_the_same_bytes(place):
     """Two ranks score three and two of the five units; one process of one thread scores all."""

@@ -127,7 +127,8 @@ def in_bf16(t):
     return t.bfloat16().float() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n != "flux")) for n in OWN_KINDS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", OWN_KINDS)
 def test_with_the_kernels_in_tritons_interpreter(name):
     """One block of each kind, with equal bits with and without gradient.
 

@@ -123,13 +123,6 @@ def test_every_scalar_has_the_type_that_the_reference_computes_with(built):
     assert {k["kernel"] for k in built if k["floats"]} == {*FLOATS}
 
 
-def test_the_scalars_of_ops_over_samples():
-    """The small part of the test above, in every run."""
-    lines = compiled("90", "small")
-    check_scalars(lines)
-    assert {k["kernel"] for k in lines} == {"normal", "policy", "winrate", "rows"}
-
-
 @pytest.mark.full
 def test_nothing_is_contracted_but_the_noise(built):
     for k in built:

@@ -289,15 +289,9 @@ def wan22():
     split("wan22")
 
 
+@pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "family, env",
-    [
-        (flux, {"FUSED": "1"}),
-        pytest.param(wan22, {"FUSED": "1"}, marks=pytest.mark.full),
-        pytest.param(flux, {}, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("family, env", [(flux, {"FUSED": "1"}), (wan22, {"FUSED": "1"}), (flux, {})])
 def test_on_two_processes(tmp_path, family, env):
     """Under Ulysses and in a ring, whose attention is a Function of diffusers or ours, and with sharded weights."""
     file = tmp_path / "run.yaml"

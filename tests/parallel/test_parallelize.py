@@ -308,6 +308,7 @@ def count_calls(module, name):
     return calls
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_replicas_reduce_their_gradients_once_per_update(place):
     """Not after every backward, over shards too; and a mesh makes groups for its dimensions above 1 only."""
@@ -359,8 +360,9 @@ def decoding():
     os._exit(0)
 
 
+@pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_a_clip_is_decoded_by_one_context_parallel_process_and_kept_by_one(place, size):
     all_end(ranks(place / f"decoding{size}.yaml", size, hook=decoding, PLACE=str(place)), seconds=300)
 

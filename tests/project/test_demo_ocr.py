@@ -95,6 +95,7 @@ def test_the_check_is_never_the_reward(root):
     assert [entry.name for entry in config.measured] == ["ocr", LETTERS] and config.measured[0] == config.rewards[0]
 
 
+@pytest.mark.full
 def test_one_step_and_its_evaluation(root, tmp_path):
     folder, _ = train(root, tmp_path, "--train.steps", "1", "--eval.prompts", "0")
     (step,) = [row for row in rows(folder) if row["kind"] == "train"]

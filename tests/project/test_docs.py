@@ -129,6 +129,7 @@ def test_the_command_for_8_gpus_fits_its_recipe():
     assert len(words[0].split("=")[1].split(",")) == ranks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("file", SNIPPETS)
 def test_a_snippet_runs_as_it_stands(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the front door writes a run

@@ -196,6 +196,7 @@ def test_the_demo_takes_the_options_of_train():
     assert signature(cli.demo).parameters.keys() == taken
 
 
+@pytest.mark.full
 def test_the_command_and_the_trainer_can_confirm_idle_gpus(place, monkeypatch, tmp_path, capsys):
     """A refusal comes before anything is written; with the flag, the run trains."""
     monkeypatch.chdir(tmp_path)

@@ -156,6 +156,7 @@ def test_a_verdict_without_an_answer_says_why_and_text_is_not_markup(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_clips_play_and_edits_show_their_sources(tmp_path):
     """Clips of noise, the worst case for WebP: every frame is on the page, and the page stays small; sources are shown
     beside the pairs and in the corner of a judged group."""

@@ -135,6 +135,7 @@ def test_the_pages_recipe_is_one():
     assert all(entry.options for entry in config.rewards)
 
 
+@pytest.mark.full
 def test_every_module_imports_without_its_libraries():
     """So that specs can be checked and rewards used over HTTP without installing the rewards' libraries."""
     script = """

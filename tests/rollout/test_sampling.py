@@ -22,6 +22,7 @@ def constant(place, root):
     return f"{file}:constant"
 
 
+@pytest.mark.full
 def test_a_rule_by_path_trains_and_resumes(trainer, constant):
     over = {"rollout": {"rule": constant}, "eval": {"every": 0}}
     whole = trainer("whole", train={"steps": 2}, **over)

@@ -311,6 +311,7 @@ def test_names_that_a_shell_would_mangle(place):
 # ---- while it runs ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_an_absurd_learning_rate_stops_and_a_lower_one_goes_on(place):
     file = recipe(place, "absurd", train={"lr": 1e30}, checkpoint={"every": 1}, eval={"every": 0})
     code, output = train(file)
@@ -351,6 +352,7 @@ def train_with_fault(file, server, fault, count=-1):
     return run.wait(), run.output
 
 
+@pytest.mark.full
 def test_a_judge_that_is_gone_for_good_stops_the_run_which_goes_on_when_it_is_back(place, steady):
     port, folder = free_port(), place / "runs" / "gone"
     file = recipe(place, "gone", **over_http(f"http://127.0.0.1:{port}", judge={"timeout_s": 1.0, "deadline_s": 2.0}))
@@ -384,7 +386,7 @@ def test_a_few_garbage_answers_are_left_out_and_counted(place):
     assert sum(bool(r) for r in reasons) == 3 and any("neither label" in r for r in reasons)
 
 
-@pytest.mark.parametrize("fault", ["garbage", "hang"])
+@pytest.mark.parametrize("fault", ["garbage", pytest.param("hang", marks=pytest.mark.full)])
 def test_a_judge_that_says_nothing_any_more_stops_the_run_with_its_reason(place, fault):
     """`hang`: the judge accepts requests but never answers, the failure that is hardest to detect."""
     folder = place / "runs" / f"all_{fault}"

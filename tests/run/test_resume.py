@@ -9,6 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 import yaml
 from families import case_of, policy
 from PIL import Image
@@ -115,6 +116,7 @@ def grow(folder):
     save_file({name: 1.5 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
 
 
+@pytest.mark.full
 def test_a_run_goes_on_without_the_files_it_was_started_with(tmp_path):
     """The LoRA that it continues, its prompts, a template and its recipe are gone, and its folder has another name."""
     place = make_world(tmp_path)

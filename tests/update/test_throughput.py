@@ -114,6 +114,7 @@ def test_the_peak_is_of_a_known_gpu(monkeypatch):
         assert peak(torch.device("cuda", 0)) == flop
 
 
+@pytest.mark.full
 def test_a_run_logs_its_share_of_the_peak_and_computes_the_same(trainer, monkeypatch, capsys):
     """As on a GPU of 1 GFLOP/s in bf16; every other number is that of a run which does not count."""
     over = {"dtype": "bf16", "eval": {"every": 0}, "train": {"steps": 2, "kl_coef": 0.1}}
