@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_run import rows
+from world import rows
 
 from prefgrpo.data import atomic
 from prefgrpo.data.writer import MOST, Writer
