@@ -9,8 +9,9 @@ import json
 import os
 
 import pytest
-from judge_server import JudgeServer
-from tiny_run import all_end, attempt, ranks, recipe, rows, trained, tree, world
+from ranks import all_end, attempt, ranks, trained
+from servers import JudgeServer
+from world import recipe, rows, tiny_world, tree
 
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.measures import MIN_PROMPTS
@@ -36,7 +37,7 @@ def servers():
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, servers):
     """Two runs of three steps with EMA and a judge, two images per held-out prompt."""
-    folder = world(tmp_path_factory.mktemp("evaluate_command"))
+    folder = tiny_world(tmp_path_factory.mktemp("evaluate_command"))
     over = {
         "judge": {"endpoints": [servers[0].url]},
         "train": {"ema_decay": 0.5, "steps": 3},

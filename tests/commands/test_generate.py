@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline
-from families import case_of, load
 from PIL import Image
+from ranks import Hold, all_end, ranks, start, trained
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_run import PROMPTS, Hold, all_end, ranks, recipe, start, trained, tree, weights, world
+from world import PROMPTS, case_of, load, recipe, tiny_world, tree, weights
 
 from prefgrpo import models
 from prefgrpo.commands.generate import check_writing, make_jobs
@@ -39,7 +39,7 @@ from prefgrpo.tiny import pipelines
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = world(tmp_path_factory.mktemp("generate"))
+    folder = tiny_world(tmp_path_factory.mktemp("generate"))
     pipelines.make("sd3", folder / "sd3")
     return folder
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_run import rows
+from world import rows
 
 from prefgrpo.data import atomic
 from prefgrpo.data.writer import MOST, Writer
 from prefgrpo.ending import TrainingStopped
-from prefgrpo.run import evaluation, trackers
+from prefgrpo.run import evaluation, groups
 from tests.run.test_log import Recorder
 
 
@@ -36,7 +36,7 @@ SECONDS = 20.0
 
 def saved_by(monkeypatch, save):
     """Let the run write its pictures with save(path, **arrays)."""
-    for module in (trackers, evaluation):
+    for module in (groups, evaluation):
         monkeypatch.setattr(module, "save_images", save)
 
 

@@ -7,10 +7,10 @@ import re
 import numpy as np
 import pytest
 from aiohttp import web
-from judge_server import MODEL, JudgeServer, text_of
-from pair_questions import asker
 from PIL import Image
-from tiny_run import merged, ranks, recipe, rows, train
+from ranks import ranks, train
+from servers import MODEL, JudgeServer, asker, text_of
+from world import merged, recipe, rows
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.tables import DataError

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from judge_server import JudgeServer, images, text_of, until
-from pair_questions import asker
 from PIL import Image
-from tiny_media import grey
+from ranks import until
+from servers import JudgeServer, asker, images, text_of
+from world import grey
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media

@@ -11,7 +11,7 @@ import zlib
 import brotli
 import pytest
 from aiohttp import web
-from judge_server import JudgeServer
+from servers import JudgeServer
 
 from tests.judge.test_http import ask, judge, missing
 

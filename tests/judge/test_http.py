@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from judge_server import MODEL, JudgeServer, _error, _zipped, completion, free_port, images, until
-from pair_questions import asker
-from tiny_media import grey
+from ranks import free_port, until
+from servers import MODEL, JudgeServer, _error, _zipped, asker, completion, images
+from world import grey
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import http
@@ -251,8 +251,8 @@ def test_a_key_is_sent_and_one_that_is_refused_in_the_middle_pauses(key, monkeyp
 
 @contextlib.contextmanager
 def process(port, *options):
-    """The server in a separate process, ready to answer; `options` are those of judge_server.py."""
-    script = Path(__file__).parents[1].joinpath("judge_server.py")
+    """The server in a separate process, ready to answer; `options` are those of servers.py."""
+    script = Path(__file__).parents[1].joinpath("servers.py")
     command = [sys.executable, str(script), "--port", str(port), *options]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

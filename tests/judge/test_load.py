@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
-from judge_server import JudgeServer, reply, until
-from tiny_media import noise
+from ranks import until
+from servers import JudgeServer, reply
+from world import noise
 
 from prefgrpo.config.loading import load
 from prefgrpo.judge import event_loop

@@ -9,9 +9,9 @@ import json
 
 import pytest
 from aiohttp import web
-from judge_server import JudgeServer, images, until
-from pair_questions import asker
-from tiny_media import grey
+from ranks import until
+from servers import JudgeServer, asker, images
+from world import grey
 
 from prefgrpo.config.schema import JudgeConfig, SamplingConfig
 from prefgrpo.data.prompts import Prompt

@@ -14,7 +14,8 @@ import urllib.request
 from collections import Counter
 
 import pytest
-from judge_server import Balancer, JudgeServer, free_port, images, until
+from ranks import free_port, until
+from servers import Balancer, JudgeServer, images
 
 from prefgrpo.judge.http import Failure, HttpPool, Kind, asked_pause_s
 from prefgrpo.rewards.pairs import both_orders
@@ -104,7 +105,8 @@ def test_concurrency_halves_once_per_pause_and_recovers():
 
 @pytest.mark.full
 def test_a_run_whose_judge_refuses_every_other_request_ends_with_every_verdict(place):
-    from tiny_run import recipe, rows, train  # imports torch, which the client processes need not
+    from ranks import train  # imports torch, which the client processes need not
+    from world import recipe, rows
 
     class Half(JudgeServer):
         def next_fault(self):

@@ -11,9 +11,9 @@ import shutil
 import numpy as np
 import pytest
 from aiohttp import web
-from judge_server import JudgeServer, images, until
-from judge_tiny import build
-from pair_questions import asker
+from ranks import until
+from reward_cases import tiny_judge
+from servers import JudgeServer, asker, images
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.check import check
@@ -39,7 +39,7 @@ def question(folder, **changes):
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen25"])
 def test_in_process_the_judge_reads_the_whole_prefill(tmp_path, kind):
-    kept = build(kind, tmp_path / "kept")
+    kept = tiny_judge(kind, tmp_path / "kept")
     cut = shutil.copytree(kept, tmp_path / "cut")
     (cut / "chat_template.jinja").write_text(TRIMS)
     noise = [Media(n) for n in np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), np.uint8)]

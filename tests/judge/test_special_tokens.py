@@ -13,12 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-from judge_server import JudgeServer
-from judge_tiny import TOKENIZER, build
-from pair_questions import asker
-from reward_cases_vlm import judge, speak
-from tiny_media import grey
+from reward_cases import JUDGE_TOKENIZER, tiny_judge
+from servers import JudgeServer, asker, judge, speak
 from tokenizers import AddedToken
+from world import grey
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.check import Shape, check
@@ -80,12 +78,12 @@ def told(tokenizer):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    return transformers.AutoTokenizer.from_pretrained(JUDGE_TOKENIZER)
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory):
-    made = LocalJudge(build("qwen3", tmp_path_factory.mktemp("judge")))
+    made = LocalJudge(tiny_judge("qwen3", tmp_path_factory.mktemp("judge")))
     made.min_label_mass = 0.0
     return asker(made)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from judge_server import MODEL, JudgeServer, free_port
-from pair_questions import asker
-from tiny_run import all_end, recipe, rows, start
+from ranks import all_end, free_port, start
+from servers import MODEL, JudgeServer, asker
+from world import recipe, rows
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import http
@@ -32,7 +32,7 @@ def test_a_server_that_starts_after_the_check_is_waited_for_and_the_wait_is_repo
     port = free_port()
     said = []
     servers = []
-    command = [sys.executable, str(Path(__file__).parents[1].joinpath("judge_server.py")), "--port", str(port)]
+    command = [sys.executable, str(Path(__file__).parents[1].joinpath("servers.py")), "--port", str(port)]
     timer = threading.Timer(1.2, lambda: servers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL)))
     timer.start()
     url = f"http://127.0.0.1:{port}"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judge_server import completion
+from servers import completion
 
 from prefgrpo.judge import answers
 from prefgrpo.judge.answers import two_label_softmax

@@ -15,10 +15,10 @@ import numpy as np
 import peers
 import pytest
 import torch
-from families import case_of, conditions, folder, load, perturb
-from grpo_formula import plain_formula
-from tiny_run import ALONE, batches_of, fuse_on_cpu, ranks, recipe, rows, targets_of
+from ops_cases import plain_formula
+from ranks import fuse_on_cpu, ranks
 from torch.nn import functional as F
+from world import ALONE, batches_of, case_of, conditions, folder, load, perturb, recipe, rows, targets_of
 
 from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.objectives import OBJECTIVES, make_objective

@@ -40,7 +40,7 @@ WIDE = {"number": "i64", "counter": "i64", "seed_low": "u32", "seed_high": "u32"
 def compiled(arch, which):
     """The lines of compile_triton.py."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).parents[1].joinpath("compile_triton.py")), arch, which]
+    command = [sys.executable, str(Path(__file__).with_name("compile_triton.py")), arch, which]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr[-2000:]
     return [*map(json.loads, done.stdout.splitlines())]

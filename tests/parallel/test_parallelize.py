@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from families import linked, perturb
+from ranks import all_end, fuse_on_cpu, ranks, train
 from safetensors.torch import load_file
-from tiny_run import ALONE, Brightness, all_end, fuse_on_cpu, merged, opened, ranks, recipe, rows, targets_of, train
-from tiny_run import world as tiny_world
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import init_device_mesh
+from world import ALONE, Brightness, linked, merged, opened, perturb, recipe, rows, targets_of, tiny_world
 
 from prefgrpo.config.loading import from_dict, load
 from prefgrpo.config.schema import SamplingConfig

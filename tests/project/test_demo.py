@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import yaml
-from tiny_run import rows
+from world import rows
 
 from prefgrpo.config.loading import load
 

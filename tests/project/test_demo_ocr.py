@@ -10,7 +10,8 @@ import os
 import numpy as np
 import pytest
 import torch
-from tiny_run import rows, start
+from ranks import start
+from world import rows
 
 from prefgrpo.config.loading import load
 from prefgrpo.data.media import Media

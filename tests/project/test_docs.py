@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from tiny_run import start
+from ranks import start
 
 from benchmarks import recipes, step_time
 from prefgrpo.commands.cli import read, split

@@ -14,10 +14,9 @@ from inspect import signature
 import pytest
 import torch
 import yaml
-from families import QUICK, linked
-from judge_server import JudgeServer, images
 from PIL import Image
-from tiny_run import rows, tree
+from servers import JudgeServer, images
+from world import QUICK, linked, rows, tree
 
 from benchmarks.recipes import GPUS, MODELS, NEVER_ON_GPU, count
 from benchmarks.recipes import main as print_table

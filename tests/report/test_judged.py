@@ -9,7 +9,11 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from report_run import (
+
+from prefgrpo.report.judged import ROWS
+from prefgrpo.report.read import read_run
+from prefgrpo.rollout.render import preview
+from tests.report.synthetic import (
     STEPS,
     arrays,
     change,
@@ -25,10 +29,6 @@ from report_run import (
     small_run,
     train_row,
 )
-
-from prefgrpo.report.judged import ROWS
-from prefgrpo.report.read import read_run
-from prefgrpo.rollout.render import preview
 
 ALL = set(permutations(range(8), 2))
 

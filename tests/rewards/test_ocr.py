@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
-from tiny_media import grey
+from world import grey
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import build

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from tiny_run import rows
+from world import rows
 
 from prefgrpo.config.recipe import ConfigError
 

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny_run import ALONE, Hold, hidden, merged, recipe, rows, start, train, trained, tree, weights
+from ranks import Hold, start, train, trained
+from world import ALONE, hidden, merged, recipe, rows, tree, weights
 
 import prefgrpo
 from prefgrpo.data.atomic import write_folder

@@ -12,9 +12,10 @@ import shutil
 
 import pytest
 import yaml
-from judge_server import JudgeServer, free_port
+from ranks import Hold, attempt, free_port, start, train, trained
 from safetensors.torch import load_file, save_file
-from tiny_run import Hold, attempt, merged, recipe, rows, settings, start, train, trained, tree
+from servers import JudgeServer
+from world import merged, recipe, rows, settings, tree
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.models.attention import FLASH
@@ -52,7 +53,7 @@ OFFLINE = {
     "train": {"objective": "dpo"},
     "eval": {"prompts": 0.2},
 }
-"""What changes `tiny_run.settings` into training on pairs; no table is read for these mistakes."""
+"""What changes `world.settings` into training on pairs; no table is read for these mistakes."""
 
 
 def one_value(images, prompts):

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import Brightness, all_end, environment, ranks, recipe, rows
+from ranks import all_end, environment, ranks
+from world import Brightness, recipe, rows
 
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import RewardError

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from ranks import Hold, all_end, ranks, trained
 from safetensors import safe_open
-from tiny_run import Hold, all_end, hidden, ranks, recipe, rows, trained, tree, weights
+from world import hidden, recipe, rows, tree, weights
 
 from prefgrpo.run.folder import RunFolder, step_of
 

@@ -10,11 +10,12 @@ import re
 import numpy as np
 import pytest
 import torch
-from judge_server import JudgeServer, images
 from PIL import Image
-from tiny_run import all_end, attempt, merged, ranks, recipe, rows, start, trained, tree
+from ranks import all_end, attempt, ranks, start, trained
+from servers import JudgeServer, images
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from world import merged, recipe, rows, tree
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.media import Media

@@ -15,9 +15,10 @@ import pytest
 import torch
 import transformers
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-from judge_server import JudgeServer
+from ranks import train, trained
 from safetensors.torch import load_file
-from tiny_run import BASE, PROMPTS, merged, recipe, rows, train, trained, weights
+from servers import JudgeServer
+from world import BASE, PROMPTS, merged, recipe, rows, weights
 
 from prefgrpo import ConfigError, PairwiseJudge, Trainer
 from prefgrpo.config.loading import to_dict

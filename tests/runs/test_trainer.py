@@ -14,9 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from families import embed, unfuse
-from grpo_formula import plain_formula
-from tiny_run import BRIGHTNESS, collect, computed, rows, targets_of
+from ops_cases import plain_formula
+from world import BRIGHTNESS, collect, computed, embed, rows, targets_of, unfuse
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.ending import TrainingStopped

@@ -22,23 +22,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Hold, all_end, environment, ranks, trained
 from safetensors.torch import load_file
-from tiny_run import (
-    ALONE,
-    BRIGHTNESS,
-    PROMPTS,
-    Hold,
-    all_end,
-    environment,
-    merged,
-    ranks,
-    recipe,
-    rows,
-    trained,
-    weights,
-)
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import FileSystemReader
+from world import ALONE, BRIGHTNESS, PROMPTS, merged, recipe, rows, weights
 
 from prefgrpo.commands import cli
 from prefgrpo.config.loading import from_dict

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from judge_server import until
-from tiny_run import BRIGHTNESS, all_end, ranks, recipe, rows, weights
+from ranks import all_end, ranks, until
+from world import BRIGHTNESS, recipe, rows, weights
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.models.base import Adapter

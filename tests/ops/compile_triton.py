@@ -2,7 +2,10 @@
 types of scalars.
 
 The ops themselves are called, with a driver that names a GPU; each launch compiles its kernel instead of running it.
-Run as a script, in a process without TRITON_INTERPRET: python tests/compile_triton.py ARCH few|all|layouts|table;
+Run as a script, in a process without TRITON_INTERPRET:
+
+    python tests/ops/compile_triton.py ARCH few|all|layouts|table
+
 layouts: latents that begin anywhere in memory; table prints the kernels of transformer
 blocks at FLUX's widths as Markdown (docs/benchmarks.md).
 """
@@ -24,7 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the package is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where the package is not installed
 
 from prefgrpo.ops import (
     PhiloxNoise,
