@@ -105,15 +105,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny pipeline and its prompts; a module that needs another one defines its own."""
-    import tiny_run
+    from world import tiny_world  # imports diffusers
 
-    return tiny_run.world(tmp_path_factory.mktemp("place"))
+    return tiny_world(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture
 def trainer(place: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """Makes training loops on `tiny_run.settings`, named after the test by default; they are closed at the end."""
-    import tiny_run
+    """Makes training loops on `world.settings`, named after the test by default; they are closed at the end."""
+    from world import settings
 
     from prefgrpo.config.loading import from_dict
     from prefgrpo.trainer import Trainer
@@ -121,8 +121,8 @@ def trainer(place: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
     made = []
 
     def make(name: str = "", resume: bool = False, callbacks: Any = None, **over: Any) -> Any:
-        settings = tiny_run.settings(place, name or request.node.name.replace("/", "-"), **over)
-        made.append(Trainer(from_dict(settings), resume=resume, **(callbacks or {})))
+        content = settings(place, name or request.node.name.replace("/", "-"), **over)
+        made.append(Trainer(from_dict(content), resume=resume, **(callbacks or {})))
         return made[-1]
 
     yield make
@@ -148,7 +148,7 @@ def root() -> Path:
 @pytest.fixture
 def few_source_tokens():
     """Source images of Qwen-Image-Edit keep 1/256 of the usual pixels."""
-    from families import small_sources  # imports diffusers
+    from world import small_sources
 
     with small_sources():
         yield

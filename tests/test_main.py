@@ -11,7 +11,8 @@ import subprocess
 import sys
 
 import pytest
-from tiny_run import environment, recipe, rows, start
+from ranks import environment, start
+from world import recipe, rows
 
 from prefgrpo import __main__
 from prefgrpo.commands import cli

@@ -12,7 +12,7 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
-from tiny_run import recipe
+from world import recipe
 
 from prefgrpo.commands import cli
 from prefgrpo.config.loading import flat_fields, load

@@ -9,8 +9,9 @@ import json
 import os
 
 import pytest
-from judge_server import JudgeServer
-from tiny_run import all_end, attempt, ranks, recipe, rows, trained, tree, world
+from ranks import all_end, attempt, ranks, trained
+from servers import JudgeServer
+from world import recipe, rows, tiny_world, tree
 
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.measures import MIN_PROMPTS
@@ -36,7 +37,7 @@ def servers():
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, servers):
     """Two runs of three steps with EMA and a judge, two images per held-out prompt."""
-    folder = world(tmp_path_factory.mktemp("evaluate_command"))
+    folder = tiny_world(tmp_path_factory.mktemp("evaluate_command"))
     over = {
         "judge": {"endpoints": [servers[0].url]},
         "train": {"ema_decay": 0.5, "steps": 3},
@@ -63,6 +64,7 @@ def last(place, name):
     return [row for row in rows(place / "runs" / name) if row["kind"] == "eval"][-1]
 
 
+@pytest.mark.full
 def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
     output, found = evaluate("one")
     known = last(place, "one")
@@ -86,6 +88,7 @@ def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
     assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
 
 
+@pytest.mark.full
 def test_checkpoints_and_runs_are_told_apart(place, evaluate):
     """Anything against itself is a tie."""
     shown = []
@@ -127,6 +130,7 @@ def rank_one_sees_no_checkpoint() -> None:
         RunFolder.latest = lambda _: None
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_ranks_share_the_prompts(place):
     target = place / "runs/one"

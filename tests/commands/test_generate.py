@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline
-from families import case_of, load
 from PIL import Image
+from ranks import Hold, all_end, ranks, start, trained
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_run import PROMPTS, Hold, all_end, ranks, recipe, start, trained, tree, weights, world
+from world import PROMPTS, case_of, load, recipe, tiny_world, tree, weights
 
 from prefgrpo import models
 from prefgrpo.commands.generate import check_writing, make_jobs
@@ -39,7 +39,7 @@ from prefgrpo.tiny import pipelines
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = world(tmp_path_factory.mktemp("generate"))
+    folder = tiny_world(tmp_path_factory.mktemp("generate"))
     pipelines.make("sd3", folder / "sd3")
     return folder
 
@@ -75,6 +75,7 @@ def test_an_unknown_family_is_told(place):
     assert "family: unknown family 'flx'" in command("preprocess", file, code=2)
 
 
+@pytest.mark.full
 def test_once_all_is_encoded_no_encoder_is_loaded(place):
     """The cache is the same when filled again, and a run from it the same as without one."""
     model, cache = pipelines.make("flux", place / "lean"), place / "cache"
@@ -143,6 +144,7 @@ def test_edit_sources_are_encoded_once_per_image(place):
     assert "no text encoder was loaded" in trained(file, "--train.steps", "1")
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_two_ranks_encode_each_text_once(place):
     over = {"family": "sd3", "model": str(place / "sd3"), "rollout": {"guidance": 4.5}}

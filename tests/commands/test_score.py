@@ -10,13 +10,11 @@ import json
 
 import numpy as np
 import pytest
-import tiny_rewards
 import yaml
-from judge_server import JudgeServer
 from PIL import Image
-from reward_cases import picture
-from reward_server import Process
-from tiny_run import start_ranks
+from ranks import start_ranks
+from reward_cases import make_checkpoints, picture
+from servers import JudgeServer, Process
 
 from benchmarks import clip_files
 from prefgrpo.commands import cli
@@ -48,7 +46,7 @@ def prompts(folder, header="prompt", rows=TEXTS):
 def place(tmp_path_factory):
     """Five prompts with three images each, and tiny checkpoints of three rewards."""
     folder = tmp_path_factory.mktemp("score")
-    tiny_rewards.make("clip,aesthetic,pickscore", folder / "tiny")
+    make_checkpoints("clip,aesthetic,pickscore", folder / "tiny")
     (folder / "images").mkdir()
     for p in range(5):
         for j in range(3):
@@ -160,6 +158,7 @@ def test_a_fresh_clone_scores_a_folder(place, capsys):
         assert row["total"] == pytest.approx(sum(s["value"] for s in row["scores"].values()))
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_any_number_of_ranks_writes_the_same_bytes(place):
     """Two ranks score three and two of the five units; one process of one thread scores all."""
@@ -307,7 +306,7 @@ class Rate(Reward):
 
 def test_edits_with_their_sources(place, tmp_path):
     """The reward sees each edit with its own source."""
-    tiny_rewards.make("image_similarity", tmp_path / "tiny")
+    make_checkpoints("image_similarity", tmp_path / "tiny")
     for name in ("sources", "edits"):
         (tmp_path / name).mkdir()
     for k in range(3):

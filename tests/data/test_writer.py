@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_run import rows
+from world import rows
 
 from prefgrpo.data import atomic
 from prefgrpo.data.writer import MOST, Writer
 from prefgrpo.ending import TrainingStopped
-from prefgrpo.run import evaluation, trackers
+from prefgrpo.run import evaluation, groups
 from tests.run.test_log import Recorder
 
 
@@ -36,7 +36,7 @@ SECONDS = 20.0
 
 def saved_by(monkeypatch, save):
     """Let the run write its pictures with save(path, **arrays)."""
-    for module in (trackers, evaluation):
+    for module in (groups, evaluation):
         monkeypatch.setattr(module, "save_images", save)
 
 
@@ -45,6 +45,7 @@ def arrays(folder):
     return {str(file.relative_to(folder)): dict(np.load(file)) for file in sorted(folder.rglob("*.npz"))}
 
 
+@pytest.mark.full
 def test_the_next_step_is_trained_while_a_disk_and_a_tracker_stand_still(trainer, monkeypatch):
     """They go on only when step 2 is done; the pictures are those of steps 1 and 3, before and after."""
     over = {"rewards": PAIRS, "train": {"steps": 3}, "eval": {"every": 3, "rewards": "jpeg_incompressibility"}}
@@ -99,6 +100,7 @@ def test_a_picture_that_cannot_be_written_ends_the_run_with_its_reason(trainer, 
     assert "with --resume" in str(caught.value) and one.folder.report.is_file()
 
 
+@pytest.mark.full
 def test_a_checkpoint_comes_after_the_initial_images(trainer, monkeypatch):
     """A run that is killed after its first checkpoint could not go on without them."""
     started = threading.Event()

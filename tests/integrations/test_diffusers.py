@@ -5,16 +5,16 @@ save, load and swap like any other scheduler, alone and in a pipeline; with nois
 stored value, its bitwise replay and gradient, and noise from a generator, a tensor or an address.
 """
 
+import ops_cases
 import pytest
-import sde_formulas
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FluxPipeline
-from integration_cases import batch, seeded
 
 from prefgrpo.integrations.diffusers import SDEFlowMatchScheduler
 from prefgrpo.ops import PhiloxNoise, philox_normal
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
+from tests.integrations.cases import batch, seeded
 
 T, SHAPE = 6, (2, 7, 5)
 CONFIGS = [
@@ -61,12 +61,12 @@ def test_noisy_steps(rule, eta, dtype):
         out = scheduler.step(v, t, x, generator=seeded())
         assert out.prev_sample.dtype == dtype and out.logp.dtype == torch.float32 and scheduler.step_index == k + 1
         exact = v.double().requires_grad_()
-        mean, s, _ = getattr(sde_formulas, rule)(x, exact, *step)
+        mean, s, _ = getattr(ops_cases, rule)(x, exact, *step)
         x_next = (mean + s * torch.randn(x.shape, generator=seeded())).detach()
         rtol = 2**-8 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(out.prev_sample.double(), x_next, rtol=rtol, atol=1e-5)
         square = rule == "cps"
-        logp = sde_formulas.square(out.prev_sample, mean) if square else sde_formulas.gaussian(out.prev_sample, mean, s)
+        logp = ops_cases.square(out.prev_sample, mean) if square else ops_cases.gaussian(out.prev_sample, mean, s)
         torch.testing.assert_close(out.logp.double(), logp.detach(), rtol=1e-5, atol=1e-5)
         assert torch.equal(scheduler.logp(v, t, x, out.prev_sample), out.logp)
         leaf = v.float().requires_grad_()

@@ -6,11 +6,16 @@ PREFGRPO_PEERS has the peer's checkout, its real function is called too: our err
 (`-s` prints the measured differences), and its own rollout runs with our step.
 """
 
+import ops_cases
 import peers
 import pytest
-import sde_formulas
 import torch
-from integration_cases import (
+from ops_cases import Counted
+
+from prefgrpo.integrations import flow_factory, flow_grpo, pref_grpo, steps, verl_omni
+from prefgrpo.ops import PhiloxNoise, sde_logp
+from prefgrpo.sde.schedule import shifted_sigmas, truncated_times
+from tests.integrations.cases import (
     BF16,
     CASES,
     F32,
@@ -23,11 +28,6 @@ from integration_cases import (
     seeded,
     unipc,
 )
-from ops_cases import Counted
-
-from prefgrpo.integrations import flow_factory, flow_grpo, pref_grpo, steps, verl_omni
-from prefgrpo.ops import PhiloxNoise, sde_logp
-from prefgrpo.sde.schedule import shifted_sigmas, truncated_times
 
 SHAPES = {"sd3": (3, 16, 32, 32), "flux": (3, 256, 64), "wan": (3, 16, 3, 20, 24), "odd": (3, 7, 1, 3, 1)}
 CPU = torch.device("cpu")
@@ -150,7 +150,7 @@ def test_no_noise_means_no_nan_and_the_same_stream():
         assert torch.equal(given.get_state(), used.get_state()), "noise is drawn even if unused, as in the peer"
     given, wan = seeded(), unipc()
     s = flow_grpo.wan_sde_step_with_logprob(wan, v, wan.timesteps[:1], x, None, given, True)[3]
-    near(s, sde_formulas.wan(x, v, *wan.sigmas[:2], wan.sigmas[1], wan.sigmas[-1])[1])
+    near(s, ops_cases.wan(x, v, *wan.sigmas[:2], wan.sigmas[1], wan.sigmas[-1])[1])
     assert torch.equal(given.get_state(), used.get_state()), "the Wan form also draws unused noise"
     logp = pref_grpo.dance_grpo_step(v.requires_grad_(), x, 0.0, scheduler.sigmas, 2, x, True, True)[2]
     logp.sum().backward()
@@ -162,7 +162,7 @@ def test_last_cps_step_keeps_the_peers_score():
     scheduler, (x, v) = euler(), batch((2, 7, 3))
     mean = x.double() - scheduler.sigmas[T - 1].double() * v
     t = scheduler.timesteps[[T - 1]]
-    near(flow_grpo.sde_step_with_logprob(scheduler, v, t, x, 0.8, x, sde_type="cps")[1], sde_formulas.square(x, mean))
+    near(flow_grpo.sde_step_with_logprob(scheduler, v, t, x, 0.8, x, sde_type="cps")[1], ops_cases.square(x, mean))
 
 
 def test_timesteps_are_looked_up_as_diffusers_does():
@@ -233,7 +233,7 @@ def test_flow_factory_computes_what_is_asked_for(monkeypatch):
     used = seeded()
     torch.randn(x.shape, generator=used)
     full = flow_factory.step(scheduler, v, t, x, timestep_next=torch.zeros(3), noise_level=0.6, generator=seeded())
-    near(full.next_latents_mean, sde_formulas.flow(x, v, t[:, None, None] / 1000, 0.0 * t[:, None, None], 0.6, 0.9)[0])
+    near(full.next_latents_mean, ops_cases.flow(x, v, t[:, None, None] / 1000, 0.0 * t[:, None, None], 0.6, 0.9)[0])
     asked = []
     monkeypatch.setattr(steps, "sde_step", lambda *args, **more: asked.append(more))
     monkeypatch.setattr(steps, "sde_logp", lambda *args, **more: asked.append(more) or sde_logp(*args, **more))
@@ -303,9 +303,9 @@ def test_flow_factorys_wan_scheduler():
     options = {"timestep_next": t[[4, 3]], "noise_level": 0.6, "return_dict": False}
     x_next, logp, mean, std, dt = flow_factory.unipc_step(scheduler, v, t[[3, 2]], x, generator=seeded(), **options)
     sigma, after = (t[at].double().view(-1, 1, 1, 1, 1) / 1000 for at in ([3, 2], [4, 3]))
-    want, s, want_std = sde_formulas.flow(x, v, sigma, after, 0.6, scheduler.sigmas[1])
+    want, s, want_std = ops_cases.flow(x, v, sigma, after, 0.6, scheduler.sigmas[1])
     near(mean, want)
-    near(logp, sde_formulas.gaussian(x_next, want, s))
+    near(logp, ops_cases.gaussian(x_next, want, s))
     near(std, want_std)
     near(dt, after - sigma)
     scheduler.is_eval = True

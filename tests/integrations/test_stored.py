@@ -9,12 +9,11 @@ import subprocess
 
 import peers
 import pytest
-import stored_peers
 import torch
-from doc_drop_ins import DOC
-from stored_peers import ENTRIES, numbers
 
-STORED = json.loads(stored_peers.FILE.read_text())
+from tests.integrations.stored_peers import DOC, ENTRIES, FILE, numbers
+
+STORED = json.loads(FILE.read_text())
 
 
 def near(got, want, rtol):

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from judge_tiny import build, stock
-from pair_questions import asker
+from reward_cases import stock_answer, tiny_judge
+from servers import asker
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.event_loop import loop_thread
@@ -26,7 +26,7 @@ SIZES = {"square": [(64, 64)] * 4, "mixed": [(64, 64), (64, 128), (96, 64), (40,
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen25"])
 def judge(request, tmp_path_factory):
-    folder = build(request.param, tmp_path_factory.mktemp(request.param))
+    folder = tiny_judge(request.param, tmp_path_factory.mktemp(request.param))
     return opened(folder)
 
 
@@ -46,7 +46,7 @@ def _stock(asked, prompt, *media, source=()):
     """P(first label) from the stock forward pass on one question."""
     judge, (template, _) = asked
     turns = template.messages({"prompt": prompt}, len(source))
-    p = stock(judge.net, judge.tokenizer, judge.processor, turns, [*source, *media])
+    p = stock_answer(judge.net, judge.tokenizer, judge.processor, turns, [*source, *media])
     one, two = (float(p[_spellings(judge, template, label)].sum()) for label in template.labels)
     return one / (one + two)
 

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import peers
 import pytest
-from judge_server import JudgeServer, images, text_of
-from pair_questions import asker
-from tiny_media import grey, noise
+from servers import JudgeServer, asker, images, text_of
+from world import grey, noise
 
 from prefgrpo.commands import cli
 from prefgrpo.config.schema import JudgeConfig

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from judge_server import free_port, until
-from judge_tiny import stock
-from pair_questions import asker
+from ranks import free_port, until
+from reward_cases import stock_answer
+from servers import asker
 
 import prefgrpo
 from prefgrpo.config.schema import JudgeConfig
@@ -161,7 +161,7 @@ def masses(template, prompt, shown):
     turns = [{"role": "user", "content": content}]
     if template.prefill:
         turns.append({"role": "assistant", "content": [{"type": "text", "text": template.prefill}]})
-    p = stock(model, tokenizer, processor, turns, [m for place in shown for m in place])
+    p = stock_answer(model, tokenizer, processor, turns, [m for place in shown for m in place])
 
     vocabulary = tokenizer.batch_decode([[k] for k in range(len(tokenizer))])
     return lambda label: sum(float(p[k]) for k, text in enumerate(vocabulary) if text.strip() == label)

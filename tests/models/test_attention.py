@@ -6,30 +6,14 @@ same results on the run's own model.
 """
 
 import inspect
-import logging
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import get_args
 from unittest import mock
 
 import pytest
 import torch
-from attention_kernels import NAMES, stand_ins
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-from families import (
-    SIZES,
-    case_of,
-    conditions,
-    folder,
-    load,
-    noise,
-    perturb,
-    small_sources,
-    tiered,
-)
-from tiny_run import ALONE, all_end, opened, ranks
 from torch.nn.attention import (
     SDPBackend,
     _fa4,
@@ -40,21 +24,16 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
     sdpa_kernel,
 )
+from world import ALONE, SIZES, case_of, conditions, folder, initial_noise, load, opened
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Attention
 from prefgrpo.models import MODELS
 from prefgrpo.models import attention as kernels
-from prefgrpo.models import family as model_family
 from prefgrpo.models.attention import FLASH, LIMIT, Case, attention_of_a_run, check_kernels, kernel_errors
-from prefgrpo.parallel.attention_backend import SPLITTING, backend, backends, cases, set_backend
-from prefgrpo.parallel.world import Layout, join
-from prefgrpo.rollout.rollout import rollout
-from prefgrpo.run.errors import option_errors
+from prefgrpo.parallel.attention_backend import backend, cases, set_backend
+from prefgrpo.parallel.world import Layout
 from prefgrpo.run.opening import Weights
-from prefgrpo.sde.schedule import make_schedule
-from prefgrpo.update.trajectory import replay
 
 CPU = torch.device("cpu")
 CASE = Case(batch=2, queries=24, keys=24, heads=2, width=16)
@@ -200,7 +179,7 @@ def test_what_is_checked_is_what_the_blocks_compute(family):
         return real(query, key, value, **rest)
 
     with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", noted), torch.no_grad():
-        adapter.velocity(noise(adapter, sampling, 2), torch.tensor([0.5, 0.5]), condition, sampling)
+        adapter.velocity(initial_noise(adapter, sampling, 2), torch.tensor([0.5, 0.5]), condition, sampling)
     expected = cases(adapter, run, "_native_flash", Layout())
     assert expected and set(expected) <= calls, (expected, calls)
 
@@ -492,152 +471,3 @@ def test_a_run_leaves_no_backend_behind():
     before = _AttentionBackendRegistry.get_active_backend()[0]
     opened(config(NAME))
     assert _AttentionBackendRegistry.get_active_backend()[0] == before != BACKEND
-
-
-# ---- every family, with stand-ins for the kernels of GPUs -----------------------------------------------------------
-
-REFUSING = ("qwen_image_21", "hunyuan_video_15")
-"""Families that choose their kernels themselves, or always mask their text."""
-
-
-def settings(case, attention, place, **more):
-    values = {"model": f"{place}/{case.family}", "family": case.family, "dtype": "bf16", "attention": attention}
-    values |= {"data": {"prompts": "p.txt", "max_length": case.max_length}, "train": {"lora_rank": 4, "lora_alpha": 8}}
-    frames = {} if model_family(case.family).default_frames is None else {"frames": 5}  # CPUs sum long clips in bf16
-    return from_dict(values | {"rollout": {"height": 32, "width": 64, "batch_size": 2, **frames}} | more)
-
-
-def one_step(config, case, world):
-    """The LoRA's gradients of one replayed step of two prompts, and the largest |ratio - 1|."""
-    adapter = perturb(opened(config, world))
-    sampling = case.sampling(SIZES[1])
-    condition = conditions(adapter, case, size=SIZES[1])
-    schedule = make_schedule(adapter.sigmas(sampling), "flow", 0.7, (1,))
-    (step,) = rollout(adapter, schedule, condition, torch.tensor([5, 9]), sampling, seed=1).transitions
-    new = replay(adapter, schedule, condition, step, sampling)
-    (new.logp * torch.tensor([1.0, -0.5])).sum().backward()
-    trainable = [p for _, p in adapter.trainable()]
-    if world.size > 1:
-        world.sum_gradients(trainable)
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable]
-    return torch.cat([g.flatten() for g in gradients]), float((new.logp - step.logp).detach().abs().max())
-
-
-def trains_with(case, layout, world, place, want):
-    """Check all backends of a family under a layout against the gradients of torch's own attention."""
-    cls = model_family(case.family)
-    family = case.family
-    trained = backends(cls, layout)
-    parallel = {"ring": layout.ring, "ulysses": layout.ulysses}
-    with stand_ins() as calls:
-        for name in NAMES:
-            if layout.context > 1 and name not in SPLITTING:
-                continue
-            config = settings(case, name, place, parallel=parallel)
-            if name not in trained:
-                (text,) = option_errors(config)
-                assert text.startswith(f"attention: {family} ") and text.endswith(f"got {name}"), text
-                continue
-            assert not option_errors(config)
-            gradient, moved = one_step(config, case, world)
-            assert moved == 0, (family, name, "the first ratio is not exactly 1")
-            assert calls[name] > 0 and (layout.context == 1 or calls[f"{name} backward"] > 0), (family, name, calls)
-            assert (gradient - want).norm() <= 0.1 * want.norm(), (family, name, layout)
-    return trained
-
-
-@pytest.mark.parametrize("case", tiered([case_of(name) for name in MODELS]))
-def test_every_family_trains_with_its_backends(case, tmp_path):
-    (tmp_path / case.family).symlink_to(folder(case.family))
-    with small_sources():
-        want, _ = one_step(settings(case, "native", tmp_path), case, ALONE)
-        trained = trains_with(case, Layout(), ALONE, tmp_path, want)
-    assert (set(trained) >= set(NAMES)) == (case.family not in REFUSING)
-
-
-def test_a_run_without_text_encoders_says_nothing_that_alarms(tmp_path):
-    """diffusers warns of attention backends, which are "experimental", and of parts that were not loaded."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    loggers = [logging.getLogger(f"diffusers.{name}") for name in ("pipelines.pipeline_utils", "models.modeling_utils")]
-    for logger in loggers:
-        logger.addHandler(handler)
-    try:
-        adapter = model_family("flux").load(str(folder("flux")), torch.float32, torch.device("cpu"), encoders=False)
-        set_backend(adapter, settings(case_of("flux"), "native", "m"), Layout(), torch.device("cpu"))
-        adapter.save_full(str(tmp_path))
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
-    assert (tmp_path / "text_encoder").is_dir() and said == []
-
-
-def test_the_heads_of_a_denoiser_are_found_under_every_name_of_diffusers():
-    """Width per head; hidden_size is Lumina2's."""
-    for names in ({"num_attention_heads": 4, "attention_head_dim": 8}, {"n_heads": 4, "dim": 32},
-                  {"num_attention_heads": 4, "hidden_size": 32}):  # fmt: skip
-        denoiser = SimpleNamespace(config=names)
-        adapter = SimpleNamespace(transformer=denoiser, attention_masks="none", attention_tokens=lambda *_: [(6, 6)])
-        (found,) = cases(adapter, settings(case_of("flux"), "native", "m"), "native", Layout())
-        assert (found.heads, found.width) == (4, 8)
-
-
-SHORT = {"none": "no mask", "padding": "no mask on one GPU", "always": "masks text", "own": "own kernels"}
-
-
-def support_table():
-    """Family × (one GPU, Ulysses, ring) → backends, from the code's own table."""
-    everything = get_args(Attention)
-
-    def cell(cls, layout):
-        names = backends(cls, layout)
-        if len(names) == len(everything):
-            return "all"
-        return ", ".join(f"`{name}`" for name in names) or "refused"
-
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for name in MODELS:
-        cls = model_family(name)
-        cells = [cell(cls, layout) for layout in (Layout(), Layout(ulysses=2), Layout(ring=2))]
-        rows.setdefault((SHORT[cls.attention_masks], *cells), []).append(name)
-    lines = ["| family | masks | one GPU | Ulysses | ring |", "|---|---|---|---|---|"]
-    return lines + [f"| {', '.join(f'`{n}`' for n in names)} | {' | '.join(row)} |" for row, names in rows.items()]
-
-
-def test_the_table_of_the_documentation_is_the_codes(root):
-    text = (root / "docs" / "scale.md").read_text(encoding="utf-8")
-    table = text.partition("<!-- attention: begin -->")[2].partition("<!-- attention: end -->")[0]
-    assert table.split("\n")[1:-1] == support_table(), "\n".join(support_table())
-
-
-def split_processes():
-    """Runs in the new process: all backends of $FAMILY under Ulysses and, where supported, ring attention."""
-    torch.set_num_threads(1)
-    case = case_of(os.environ["FAMILY"])
-    place = os.environ["PLACE"]
-    cls = model_family(case.family)
-    with small_sources():
-        want, _ = one_step(settings(case, "native", place), case, ALONE)
-        for layout in (Layout(ulysses=2), Layout(ring=2)):
-            if trained := backends(cls, layout):
-                parallel = {"ring": layout.ring, "ulysses": layout.ulysses}
-                world = join(settings(case, trained[-1], place, parallel=parallel))
-                trains_with(case, layout, world, place, want)
-                if "native" in trained:
-                    native, moved = one_step(settings(case, "native", place, parallel=parallel), case, world)
-                    assert moved == 0 and (native - want).norm() <= 0.1 * want.norm()
-    os._exit(0)
-
-
-SPLIT = [case_of(name) for name in ("flux", "flux2_klein", "qwen_image", "wan_i2v")]
-"""One family per class of blocks that can be split."""
-
-
-@pytest.mark.dist
-@pytest.mark.full
-@pytest.mark.parametrize("case", SPLIT, ids=str)
-def test_every_class_of_blocks_trains_with_them_under_context_parallelism(case, tmp_path):
-    (tmp_path / case.family).symlink_to(folder(case.family))
-    runs = ranks(tmp_path / "run.yaml", 2, hook=split_processes, PLACE=str(tmp_path), FAMILY=case.family)
-    all_end(runs, seconds=600)

@@ -9,21 +9,21 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from families import (
+from world import (  # fmt: skip
     CASES,
-    PROMPTS,
     SIZES,
+    TWO_PROMPTS,
     case_of,
     conditions,
     folder,
+    initial_noise,
     load,
-    noise,
+    opened,
     small_sources,
     stock_image,
     tiered,
-)  # fmt: skip
-from families import stock_pipe as pipe_of
-from tiny_run import opened
+)
+from world import stock_pipe as pipe_of
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.models import MODELS, family
@@ -36,7 +36,7 @@ from prefgrpo.update.trajectory import replay
 pytestmark = pytest.mark.families
 BF16 = torch.bfloat16
 SIZE, STEPS = SIZES[1], 4
-ONE = PROMPTS[1:]
+ONE = TWO_PROMPTS[1:]
 """One prompt per call: text encoders round batches in bf16 otherwise than single prompts."""
 
 
@@ -70,7 +70,7 @@ def stock_calls(adapter, pipe, case):
     hooks = [
         getattr(pipe, name).register_forward_hook(note, with_kwargs=True) for name in family(case.family).denoisers
     ]
-    stock_image(pipe, case, noise(adapter, case.sampling(SIZE, STEPS), 1), SIZE, STEPS, ONE)
+    stock_image(pipe, case, initial_noise(adapter, case.sampling(SIZE, STEPS), 1), SIZE, STEPS, ONE)
     for hook in hooks:
         hook.remove()
     return calls

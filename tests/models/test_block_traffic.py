@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from families import SIZES, case_of, conditions, noise
 from torch.nn import functional as F
+from world import SIZES, case_of, conditions, initial_noise
 
 from benchmarks.block_costs import MODELS as PUBLISHED
 from benchmarks.block_costs import Counter, forward_costs, published
@@ -120,7 +120,7 @@ def test_a_flux_forward_joins_its_streams_once(monkeypatch):
     fuse(adapter)
     seen = copies(monkeypatch)
     sampling = case.sampling(SIZES[0])
-    v = adapter.velocity(noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling)
+    v = adapter.velocity(initial_noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling)
     assert len(adapter.transformer.single_transformer_blocks) == 2 and len(seen) == 1
     torch.autograd.grad(v.sum(), [p for _, p in adapter.trainable()], allow_unused=True)
     assert len(seen) == 2
@@ -138,7 +138,7 @@ def test_what_all_blocks_share_is_made_once_per_forward(name, monkeypatch):
     adapter = opened(case, "lora")
     fuse(adapter)
     sampling = case.sampling(SIZES[0])
-    inputs = noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling
+    inputs = initial_noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling
     made.clear()
     with torch.no_grad():
         adapter.velocity(*inputs)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-from families import SIZES, case_of, conditions, load, noise, perturb, small_sources, tiered
 from torch import nn
 from torch.nn import functional as F
+from world import SIZES, case_of, conditions, initial_noise, load, perturb, small_sources, tiered
 
 from benchmarks.block_costs import MODELS as PUBLISHED
 from benchmarks.block_costs import kept_bytes, published, tables
@@ -51,7 +51,7 @@ def results(adapter, case, order=(0, 1)):
     sampling = case.sampling(SIZES[0])
     rows = list(order)
     condition = conditions(adapter, case).map(lambda t: t[rows] if t.dim() and len(t) == 2 else t)
-    x = noise(adapter, sampling)[rows]
+    x = initial_noise(adapter, sampling)[rows]
     sigma = torch.full((2,), 0.6)
     with torch.no_grad():
         without = adapter.velocity(x, sigma, condition, sampling)
@@ -127,7 +127,8 @@ def in_bf16(t):
     return t.bfloat16().float() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n != "flux")) for n in OWN_KINDS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", OWN_KINDS)
 def test_with_the_kernels_in_tritons_interpreter(name):
     """One block of each kind, with equal bits with and without gradient.
 

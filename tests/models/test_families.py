@@ -3,7 +3,7 @@
 Why these cases: an adapter may err in conditioning, time, shift, guidance, packing or decoding, and each error shows as
 a difference from the stock pipeline's image (noise 0). Training must then replay exactly what was sampled (importance
 ratio 1), with the gradient of a plain Gaussian log-prob, and the result must load in stock diffusers, also in a process
-without this package. A new family is one line in families.py.
+without this package. A new family is one line in world.py.
 """
 
 import subprocess
@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import (
+from safetensors.torch import load_file, save_file
+from world import (  # fmt: skip
     CASES,
-    PROMPTS,
     SIZES,
+    TWO_PROMPTS,
     cache,
     case_of,
     conditions,
@@ -26,8 +27,8 @@ from families import (
     embed,
     folder,
     in_files,
+    initial_noise,
     load,
-    noise,
     perturb,
     policy,
     small_sources,
@@ -35,8 +36,7 @@ from families import (
     stock_lora,
     tensors_of,
     tiered,
-)  # fmt: skip
-from safetensors.torch import load_file, save_file
+)
 
 from prefgrpo.models import family
 from prefgrpo.models.folder import ModelError
@@ -133,7 +133,7 @@ def test_lora_loads_in_stock_diffusers_at_its_strength(case, tmp_path):
     stock_lora(pipe, str(tmp_path))
     if len(adapter.denoisers) > 1:
         pipe.load_lora_weights(f"{tmp_path}/transformer_2", load_into_transformer_2=True)
-    assert (stock_image(pipe, case, noise(adapter, case.sampling()), size, 3) - after).abs().max() <= 1e-5
+    assert (stock_image(pipe, case, initial_noise(adapter, case.sampling()), size, 3) - after).abs().max() <= 1e-5
 
     again = load(case)
     again.load_lora(str(tmp_path))
@@ -157,8 +157,8 @@ def test_a_process_without_this_package_draws_the_same(tmp_path):
     case = case_of("flux")
     adapter = policy(case, 0.2)
     adapter.save_lora(str(tmp_path))
-    save_file({"x": noise(adapter, case.sampling())}, tmp_path / "x.safetensors")
-    argv = [folder("flux"), tmp_path, tmp_path / "x.safetensors", tmp_path / "out.safetensors", *PROMPTS]
+    save_file({"x": initial_noise(adapter, case.sampling())}, tmp_path / "x.safetensors")
+    argv = [folder("flux"), tmp_path, tmp_path / "x.safetensors", tmp_path / "out.safetensors", *TWO_PROMPTS]
     subprocess.run([sys.executable, "-c", STOCK, *map(str, argv)], check=True, cwd=tmp_path, timeout=600)
     image = load_file(tmp_path / "out.safetensors")["image"]
     assert (image - draw(adapter, case, SIZES[0], 3)).abs().max() <= 1e-5
@@ -175,14 +175,14 @@ def test_full_fine_tune_loads_in_stock_diffusers(case, tmp_path):
     adapter.save_full(str(tmp_path))
     assert torch.equal(draw(load(case, tmp_path), case, size, 3), after), "a reloaded policy is bitwise identical"
     pipe = case.pipe(tmp_path)
-    assert (stock_image(pipe, case, noise(adapter, case.sampling()), size, 3) - after).abs().max() <= 1e-5
+    assert (stock_image(pipe, case, initial_noise(adapter, case.sampling()), size, 3) - after).abs().max() <= 1e-5
 
 
 @every
 def test_a_batch_is_its_samples(case):
     """Results do not depend on how a batch is split (e.g. over ranks): single samples, and every second one."""
     adapter, sampling = load(case), case.sampling()
-    condition = conditions(adapter, case, [*PROMPTS, *PROMPTS])
+    condition = conditions(adapter, case, [*TWO_PROMPTS, *TWO_PROMPTS])
     schedule = make_schedule(adapter.sigmas(sampling), "flow", 0.7, (0, 1))
     ids = torch.tensor([3, 1 << 40, 17, 4])
     whole = rollout(adapter, schedule, condition, ids, sampling, seed=11)
@@ -203,12 +203,12 @@ def test_cached_embeddings_are_the_encoded_ones(case, tmp_path):
     sampling = case.sampling()
     sources = [in_files(case.images(number, SIZES[0])) for number in range(2)]
     first = cache(case, tmp_path)
-    fresh = embed(first, load(case), [*PROMPTS, PROMPTS[0]], sampling, [*sources, sources[0]])
-    assert first.encoded >= len(PROMPTS) and fresh[0].prompt_embeds is fresh[2].prompt_embeds
+    fresh = embed(first, load(case), [*TWO_PROMPTS, TWO_PROMPTS[0]], sampling, [*sources, sources[0]])
+    assert first.encoded >= len(TWO_PROMPTS) and fresh[0].prompt_embeds is fresh[2].prompt_embeds
     first.flush()
 
     again, bare = cache(case, tmp_path), load(case, encoders=False)
-    cached = embed(again, bare, [*reversed(PROMPTS)], sampling, [*reversed(sources)])[::-1]
+    cached = embed(again, bare, [*reversed(TWO_PROMPTS)], sampling, [*reversed(sources)])[::-1]
     assert again.encoded == 0
     for a, b in zip(fresh, cached, strict=False):
         assert a.tensors().keys() == b.tensors().keys() and (a.negative is None) == (b.negative is None)

@@ -6,11 +6,12 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
-from families import (
+from safetensors.torch import load_file
+from world import (  # fmt: skip
     CPU,
-    PROMPTS,
     SIZES,
     SOURCES,
+    TWO_PROMPTS,
     cache,
     case_of,
     conditions,
@@ -18,13 +19,12 @@ from families import (
     embed,
     folder,
     in_files,
+    initial_noise,
     load,
-    noise,
     perturb,
     policy,
     small_sources,
-)  # fmt: skip
-from safetensors.torch import load_file
+)
 
 from prefgrpo import models
 from prefgrpo.models.condition import collate
@@ -49,7 +49,7 @@ def test_the_source_image_is_part_of_the_condition(tmp_path):
     stored = {key.partition(".")[0] for file in tmp_path.glob("*.safetensors") for key in load_file(file)}
     assert len(stored) == 3, "the cache holds one text and two sources"
     assert not torch.equal(a.sources[0], b.sources[0]) and torch.equal(a.prompt_embeds, b.prompt_embeds)
-    x, sigma = noise(adapter, sampling)[:1].repeat(2, 1, 1), torch.full((2,), 0.7)
+    x, sigma = initial_noise(adapter, sampling)[:1].repeat(2, 1, 1), torch.full((2,), 0.7)
     v = adapter.velocity(x, sigma, collate([a, b]), sampling)
     assert (v[0] - v[1]).abs().max() > 1e-3
     wide = embed(kept, adapter, ["red"], sampling, [in_files((SOURCES[0].resize((96, 64)),))])
@@ -63,7 +63,7 @@ def test_sources_of_real_size(family, monkeypatch):
     """Without `small_sources`: both pipelines resize a source to a million pixels, whatever the output's size."""
     case = replace(case_of(family).unguided(), sources=1)
     adapter = load(case)
-    monkeypatch.setattr("families.SOURCES", [SOURCES[0].resize((60, 40))] * 2)
+    monkeypatch.setattr("world.SOURCES", [SOURCES[0].resize((60, 40))] * 2)
     condition = conditions(adapter, case, ["red"])
     assert condition.sources[0].shape == (1, 52, 78, 16), "832 × 1248 pixels, 16 × 16 per token"
     assert differs(adapter, case.pipe(folder(family)), case, prompts=["red"]) <= 1e-5
@@ -75,7 +75,7 @@ def test_several_sources_and_their_order(family):
     adapter = load(case)
     with small_sources():
         sources = [in_files(case.images(number, SIZES[0])) for number in range(2)]
-        one, other = embed(cache(case), adapter, PROMPTS, case.sampling(), sources)
+        one, other = embed(cache(case), adapter, TWO_PROMPTS, case.sampling(), sources)
         assert torch.equal(one.sources[0], other.sources[1]), "the same image at another position"
         assert differs(adapter, case.pipe(folder(family)), case) <= 1e-5
 
@@ -108,7 +108,7 @@ def test_a_first_frame_is_encoded_per_number_of_frames(tmp_path):
     assert torch.equal(cached.sources[1], five.sources[1]), "CLIP embedding of the frame"
     with pytest.raises(ValueError, match="from an image: expected one"):
         condition = collate(embed(kept, adapter, ["red"], sampling))
-        adapter.velocity(noise(adapter, sampling)[:1], torch.ones(1), condition, sampling)
+        adapter.velocity(initial_noise(adapter, sampling)[:1], torch.ones(1), condition, sampling)
 
 
 def test_no_weight_moves_a_given_first_frame():
@@ -116,7 +116,7 @@ def test_no_weight_moves_a_given_first_frame():
     case = case_of("wan_ti2v", edit=True)
     adapter, sampling = policy(case), case.sampling()
     condition = conditions(adapter, case)
-    v = adapter.velocity(noise(adapter, sampling), torch.full((2,), 0.7), condition, sampling)
+    v = adapter.velocity(initial_noise(adapter, sampling), torch.full((2,), 0.7), condition, sampling)
     v[:, :, 0].sum().backward()
     assert not any(p.grad is not None and p.grad.abs().max() > 0 for _, p in adapter.trainable())
     schedule = make_schedule(adapter.sigmas(sampling), "flow", 0.7, (0, 1, 2))
@@ -196,7 +196,7 @@ def test_the_prefix_of_qwen_image_21_depends_on_neither_time_nor_image():
     adapter = policy(case)
     sampling = case.sampling()
     embeds = conditions(adapter, case).prompt_embeds
-    x = noise(adapter, sampling)
+    x = initial_noise(adapter, sampling)
     slots = (torch.arange(embeds.shape[1] + x.shape[1] // 4) >= embeds.shape[1]).expand(2, -1)
     fixed = {"encoder_hidden_states": embeds, "img_shapes": [[(1, *adapter.grid(sampling))]] * 2, "img_mask": slots}
 
@@ -228,7 +228,7 @@ def test_the_sound_of_a_clip_is_in_its_state():
     """LTX-2: 5 frames of 1/24 s come with 5 audio tokens of 1/25 s, which affect the clip; `decode` drops them."""
     case = case_of("ltx2")
     adapter, sampling = load(case), case.sampling()
-    x, clip = noise(adapter, sampling), adapter.tokens(sampling)
+    x, clip = initial_noise(adapter, sampling), adapter.tokens(sampling)
     assert x.shape[1] == clip + 5
     condition, sigma = conditions(adapter, case), torch.full((2,), 0.7)
     inverted = torch.cat([x[:, :clip], -x[:, clip:]], 1)
@@ -241,7 +241,7 @@ def test_the_boundary_belongs_to_the_high_noise_expert():
     """σ = 0.875 is t = 875 ≥ 875, as in the stock pipeline; changing one expert affects only its own side."""
     case = case_of("wan22")
     adapter, sampling = load(case), case.sampling()
-    condition, x = conditions(adapter, case), noise(adapter, sampling)
+    condition, x = conditions(adapter, case), initial_noise(adapter, sampling)
     sigmas = [torch.full((2,), s) for s in (0.875, 0.8749)]
     before = [adapter.velocity(x, s, condition, sampling) for s in sigmas]
     adapter.pipe.transformer_2.proj_out.weight.data.mul_(2)

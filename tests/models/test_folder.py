@@ -12,8 +12,8 @@ import shutil
 import diffusers
 import pytest
 import torch
-from families import case_of
-from families import load as load_case
+from world import case_of
+from world import load as load_case
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import QUICK, case_of, conditions, folder, linked, perturb, tiered
 from peft import LoraConfig, inject_adapter_in_model
-from tiny_run import ALONE, all_end, fuse_on_cpu, ranks, recipe, rows, train, trained, weights
-from tiny_run import world as tiny_world
+from ranks import all_end, fuse_on_cpu, ranks, train, trained
 from torch import nn
+from world import ALONE, QUICK, case_of, conditions, folder, linked, perturb, recipe, rows, tiered, tiny_world, weights
 
 from benchmarks import fp8_memory
 from prefgrpo.config.loading import from_dict

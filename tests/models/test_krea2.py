@@ -13,21 +13,21 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
-from families import (
-    PROMPTS,
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from world import (  # fmt: skip
+    BRIGHTNESS,
     SIZES,
+    TWO_PROMPTS,
     case_of,
     differs,
     draw,
     folder,
+    initial_noise,
     load,
-    noise,
     policy,
     stock_image,
-)  # fmt: skip
-from PIL import Image
-from safetensors.torch import load_file, save_file
-from tiny_run import BRIGHTNESS
+)
 
 from prefgrpo.commands.cli import main
 from prefgrpo.config.recipe import to_yaml
@@ -41,7 +41,7 @@ def calls_of(pipe, steps, **call):
     seen = []
     hook = pipe.transformer.register_forward_hook(lambda *_: seen.append(1))
     one = replace(CASE, call=CASE.call | call)
-    stock_image(pipe, one, noise(load(CASE), CASE.sampling(), 1), SIZES[0], steps, PROMPTS[:1])
+    stock_image(pipe, one, initial_noise(load(CASE), CASE.sampling(), 1), SIZES[0], steps, TWO_PROMPTS[:1])
     hook.remove()
     return len(seen)
 
@@ -80,11 +80,11 @@ def test_a_distilled_model_is_guided_and_shifted_by_a_constant(distilled, scale)
 def test_a_text_is_as_long_as_its_prompt_in_any_window():
     """The stock pipeline pads before the end of the template, and masks what it has padded."""
     adapter = load(CASE)
-    short = adapter.encode(PROMPTS[0], 256)
-    long = adapter.encode(PROMPTS[0], 400)
+    short = adapter.encode(TWO_PROMPTS[0], 256)
+    long = adapter.encode(TWO_PROMPTS[0], 400)
     assert short.prompt_embeds.shape == long.prompt_embeds.shape and short.prompt_embeds.shape[1:] == (2, 16)
     torch.testing.assert_close(short.prompt_embeds, long.prompt_embeds, rtol=1e-5, atol=1e-5)
-    _, mask = adapter.pipe.encode_prompt([PROMPTS[0]], max_sequence_length=400)
+    _, mask = adapter.pipe.encode_prompt([TWO_PROMPTS[0]], max_sequence_length=400)
     seen = mask[0].tolist()
     assert seen[-1] and not all(seen) and seen.index(False) < len(seen) - 5 and sum(seen) == len(short.prompt_embeds)
 
@@ -97,8 +97,8 @@ def test_the_layers_of_the_text_are_those_of_the_folder(tmp_path):
     whole = load(CASE, tmp_path)
     for adapter in (whole, load(CASE, tmp_path, encoders=False), type(whole).outline(tmp_path)):
         assert list(adapter.pipe.text_encoder_select_layers) == [0, 2]
-    other = load(CASE).encode(PROMPTS[0], 128).prompt_embeds
-    own = whole.encode(PROMPTS[0], 128).prompt_embeds
+    other = load(CASE).encode(TWO_PROMPTS[0], 128).prompt_embeds
+    own = whole.encode(TWO_PROMPTS[0], 128).prompt_embeds
     assert not torch.equal(own[:, 0], other[:, 0]) and torch.equal(own[:, 1], other[:, 1])
     bare = load(CASE, tmp_path, encoders=False)
     bare.enable_full()
@@ -172,7 +172,7 @@ def test_a_stranger_draws_the_images_of_a_run(tmp_path):
     """A run trains and writes its LoRA; `prefgrpo generate` and a script with stock diffusers alone draw a prompt, in
     fp32, to the same bits of the picture."""
     model = folder("krea2")
-    (tmp_path / "p.txt").write_text("\n".join([*PROMPTS, "a green cone", "one tree"]) + "\n")
+    (tmp_path / "p.txt").write_text("\n".join([*TWO_PROMPTS, "a green cone", "one tree"]) + "\n")
     values = {
         "model": str(model), "family": "krea2", "name": "run", "output": str(tmp_path), "dtype": "fp32",
         "data": {"prompts": str(tmp_path / "p.txt"), "max_length": 256},
@@ -188,11 +188,11 @@ def test_a_stranger_draws_the_images_of_a_run(tmp_path):
     adapter = load(CASE)
     adapter.load_lora(str(tmp_path / "run" / "lora"))
     assert max(float(p.detach().abs().max()) for name, p in adapter.trainable() if "lora_B" in name) > 0
-    own = draw(adapter, CASE, SIZES[0], 3, PROMPTS[:1])
-    save_file({"x": noise(adapter, CASE.sampling(steps=3), 1)}, tmp_path / "x.safetensors")
-    argv = [model, tmp_path / "run" / "lora", tmp_path / "x.safetensors", tmp_path / "out.png", PROMPTS[0]]
+    own = draw(adapter, CASE, SIZES[0], 3, TWO_PROMPTS[:1])
+    save_file({"x": initial_noise(adapter, CASE.sampling(steps=3), 1)}, tmp_path / "x.safetensors")
+    argv = [model, tmp_path / "run" / "lora", tmp_path / "x.safetensors", tmp_path / "out.png", TWO_PROMPTS[0]]
     subprocess.run([sys.executable, "-c", STRANGER, *map(str, argv)], check=True, cwd=tmp_path, timeout=600)
     drawn = torch.tensor(list(Image.open(tmp_path / "out.png").tobytes())).view(32, 32, 3)
     assert torch.equal(drawn, (own[0] * 255).round().permute(1, 2, 0).long())
-    before = draw(load(CASE), CASE, SIZES[0], 3, PROMPTS[:1])
+    before = draw(load(CASE), CASE, SIZES[0], 3, TWO_PROMPTS[:1])
     assert not torch.equal((before * 255).round(), (own * 255).round()), "the run has changed the picture"

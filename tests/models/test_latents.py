@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from families import CASES, QUICK, case_of, load
 from PIL import Image
+from world import CASES, QUICK, case_of, load
 
 from prefgrpo import models
 

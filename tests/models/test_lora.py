@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 import torch
-from families import SIZES, case_of, conditions, noise, policy, small_sources, tiered
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from world import SIZES, case_of, conditions, initial_noise, policy, small_sources, tiered
 
 from prefgrpo.models import MODELS
 from prefgrpo.models.lora import LoraLinear, fuse_lora, outputs
@@ -131,7 +131,7 @@ def without_casts(adapter):
 def forward_backward(adapter, case):
     """The velocity without and with gradient, and the gradients of the LoRA."""
     sampling = case.sampling(SIZES[0])
-    inputs = noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling
+    inputs = initial_noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling
     with torch.no_grad():
         out = [adapter.velocity(*inputs)]
     with_gradient = adapter.velocity(*inputs)
@@ -163,7 +163,7 @@ def test_launches_of_the_casts():
     adapter = policy(case, dtype=torch.bfloat16)
     condition = conditions(adapter, case)
     sampling = case.sampling(SIZES[0])
-    x = noise(adapter, sampling)
+    x = initial_noise(adapter, sampling)
 
     def launches():
         with Launches() as mode, torch.no_grad():

@@ -13,11 +13,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from families import CASES, case_of, load, perturb, policy
 from peft import LoraConfig
 from peft.tuners.lora import Linear
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from world import CASES, case_of, load, perturb, policy
 
 from prefgrpo.commands.cli import main
 from prefgrpo.config.recipe import ConfigError

@@ -16,7 +16,7 @@ from typing import Literal, get_args, get_origin
 import diffusers
 import pytest
 import torch
-from families import CASES, CPU, PROMPTS, QUICK, case_of, configure_pipe, folder, load, one_or_list, small_sources
+from world import CASES, CPU, QUICK, TWO_PROMPTS, case_of, configure_pipe, folder, load, one_or_list, small_sources
 
 from prefgrpo import models
 from prefgrpo.config.loading import from_dict
@@ -79,7 +79,7 @@ def stock(pipe, case, steps, monkeypatch):
     with monkeypatch.context() as patch, small_sources():
         patch.setattr(pipe.scheduler, "set_timesteps", stop)
         with pytest.raises(Stop):
-            pipe(prompt=PROMPTS[0] if modular else PROMPTS[:1], **call)
+            pipe(prompt=TWO_PROMPTS[0] if modular else TWO_PROMPTS[:1], **call)
     return pipe.scheduler.sigmas, pipe.scheduler.timesteps
 
 

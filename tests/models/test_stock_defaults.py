@@ -13,21 +13,21 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from families import (
+from world import (
+    ALONE,
     CPU,
-    PROMPTS,
     SEED,
     SIZES,
+    TWO_PROMPTS,
     cache,
     case_of,
     conditions,
     embed,
     folder,
+    initial_noise,
     load,
-    noise,
     stock_image,
 )
-from tiny_run import ALONE
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.prompts import Prompt
@@ -100,7 +100,7 @@ def test_evaluation_of_ltx2_is_the_stock_call_with_its_defaults(monkeypatch):
     pipe.transformer.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(len(kwargs["hidden_states"])), with_kwargs=True
     )
-    start = noise(adapter, sampling)
+    start = initial_noise(adapter, sampling)
     want = stock_image(pipe, replace(case, call=call), start, SIZES[0], 2)
     assert rows == [4, 2, 2] * 2, "with and without the prompt, without a block's attention, without that to the audio"
     stock_image(pipe, replace(case, call=call | {"guidance_scale": 1.0}), start, SIZES[0], 2)
@@ -111,7 +111,7 @@ def test_evaluation_of_ltx2_is_the_stock_call_with_its_defaults(monkeypatch):
     run = {"model": str(folder("ltx2")), "family": "ltx2", "seed": SEED, "data": {"prompts": "p"}}
     config = from_dict(run | {"rollout": sizes})
     schedules = Schedules(config, adapter, CPU)
-    condition = collate(embed(embeddings, adapter, PROMPTS, sampling))
+    condition = collate(embed(embeddings, adapter, TWO_PROMPTS, sampling))
     ids = torch.arange(2)
     ours, other = (
         rollout(adapter, schedules.ode(sampling), condition, ids, sampling, seed=SEED, published=published).latents
@@ -119,7 +119,7 @@ def test_evaluation_of_ltx2_is_the_stock_call_with_its_defaults(monkeypatch):
     )
     assert torch.equal(adapter.decode(ours, sampling), want)
     assert (adapter.decode(other, sampling) - want).abs().max() > 0.01
-    wanted = [(Prompt(k, text), k) for k, text in enumerate(PROMPTS)]
+    wanted = [(Prompt(k, text), k) for k, text in enumerate(TWO_PROMPTS)]
     made = dict(render(adapter, schedules, embeddings, wanted, sampling, ALONE, wanted[0]))
     assert np.array_equal([made[0], made[1]], to_uint8(want))
 
@@ -129,5 +129,5 @@ def test_a_distilled_ltx2_has_one_branch():
     case = case_of("ltx2").unguided()
     adapter = load(case)
     sampling = case.sampling()
-    args = noise(adapter, sampling), torch.full((2,), 0.7), conditions(adapter, case), sampling
+    args = initial_noise(adapter, sampling), torch.full((2,), 0.7), conditions(adapter, case), sampling
     assert torch.equal(adapter.published_velocity(*args), adapter.velocity(*args))

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from unittest import mock
 
-import advantage_oracle
 import numpy as np
+import ops_cases
 import peers
 import pytest
 import torch
-from tiny_run import collect, computed
+from world import collect, computed
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
@@ -134,7 +134,7 @@ def test_options_of_the_advantage_section(options):
         given["combine"] = "weighted_advantage_sum"
     elif "combine" in options:
         r, w = (r[w != 0] ** 2 * w[w != 0, None]).sum(0, keepdims=True), np.ones(1)
-    want = advantage_oracle.advantage(r, ids, w, **given)
+    want = ops_cases.advantage(r, ids, w, **given)
     if options.get("combine") == "gdpo":
         known = ~np.isnan(r[w != 0]).any(0)
         want = np.where(known, (want - want[known].mean()) / (want[known].std() + 1e-4), 0.0)

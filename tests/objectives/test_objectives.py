@@ -15,10 +15,10 @@ import numpy as np
 import peers
 import pytest
 import torch
-from families import case_of, conditions, folder, load, perturb
-from grpo_formula import plain_formula
-from tiny_run import ALONE, batches_of, fuse_on_cpu, ranks, recipe, rows, targets_of
+from ops_cases import plain_formula
+from ranks import fuse_on_cpu, ranks
 from torch.nn import functional as F
+from world import ALONE, batches_of, case_of, conditions, folder, load, perturb, recipe, rows, targets_of
 
 from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.objectives import OBJECTIVES, make_objective
@@ -301,7 +301,6 @@ RUNS = {
     "soft_dpo": {"draws": 2},
 }
 """One of each class: trajectory, pointwise with an old policy, pointwise on some members, groups."""
-QUICK = ("nft",)
 
 
 def options(name, **train):
@@ -314,13 +313,8 @@ def options(name, **train):
     }
 
 
-@pytest.mark.parametrize(
-    "name, blocks",
-    [
-        *(pytest.param(n, "diffusers", marks=[pytest.mark.full] * (n not in QUICK)) for n in RUNS),
-        pytest.param("nft", "fused", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name, blocks", [*((n, "diffusers") for n in RUNS), ("nft", "fused")])
 def test_a_run_by_two_processes_and_resumed(place, trainer, name, blocks, request):
     """Three real steps with a pairwise judge: the weights change, two processes match one within a tolerance, and a
     resumed run ends with the same bytes."""
@@ -444,7 +438,7 @@ class OneNumber(PointwiseObjective):
         return (p.error * signal).mean()
 
 
-@pytest.mark.parametrize("batch_size", [2, 4])
+@pytest.mark.parametrize("batch_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_an_objective_of_ones_own_has_a_reference_and_returns_one_loss_each(trainer, batch_size):
     def own(name):
         train, rollout = {"objective": f"{__name__}.{name}", "steps": 1}, {"group_size": 4, "batch_size": batch_size}

@@ -7,8 +7,8 @@ effect.
 
 import random
 
-import advantage_oracle
 import numpy as np
+import ops_cases
 import pytest
 import torch
 from ops_cases import DEVICE, each_backend, few, seeds, serve
@@ -61,7 +61,7 @@ def test_random_groups_against_numpy(cases):
         got = group_advantage(tensor(r, pick.choice([torch.float32, torch.float64])), tensor(w), **options)
         assert got.dtype == torch.float32 and got.shape == shape[1:]
         ids = np.arange(shape[1]).repeat(shape[2])
-        want = advantage_oracle.advantage(r.reshape(shape[0], -1), ids, w, **options)
+        want = ops_cases.advantage(r.reshape(shape[0], -1), ids, w, **options)
         np.testing.assert_allclose(got.double().cpu().numpy().flatten(), want, rtol=2e-5, atol=2e-6, err_msg=str(seed))
 
 
@@ -85,7 +85,7 @@ def test_random_win_rates_against_numpy(backend, cases):
         want = np.where(n > 0, wins.sum(-1) / np.maximum(n, 1), np.nan)
         np.testing.assert_allclose(rate.double().cpu().numpy(), want, rtol=1e-6, err_msg=str(seed))
         rates = rate.double().cpu().numpy().reshape(-1)  # advantages are of the rates as returned
-        want = advantage_oracle.normalised(rates, np.arange(prompts).repeat(group), std, ddof=ddof)
+        want = ops_cases.normalised(rates, np.arange(prompts).repeat(group), std, ddof=ddof)
         np.testing.assert_allclose(adv.double().cpu().numpy().reshape(-1), want, rtol=2e-5, atol=2e-6)
 
 

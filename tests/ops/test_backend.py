@@ -138,9 +138,10 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(gpu, monkeypatch, b
     assert launches == ([(0,), (1,)] if backend == "triton" else [(0, 100), (1, 101)]) and guards == [1]
 
 
+@pytest.mark.full
 def test_a_tensor_without_memory_is_an_error_not_a_crash(root):
     """DTensor, fake, functional and meta tensors as any argument of any op, beside plain ones."""
     done = subprocess.run(
-        [sys.executable, root / "tests" / "no_memory.py"], capture_output=True, text=True, timeout=300
+        [sys.executable, root / "tests" / "ops" / "no_memory.py"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0 and done.stdout.endswith("tried 145\n"), done.stdout[-500:] + done.stderr[-3000:]

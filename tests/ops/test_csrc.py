@@ -81,6 +81,7 @@ print(backend_of('cpu'), backend_of('meta'))
 """
 
 
+@pytest.mark.full
 def test_without_the_extension_torch_gives_the_same_answer_and_one_warning(tmp_path):
     x, v, noise = torch.randn(3, 2, 50, generator=torch.Generator().manual_seed(0))
     given = {"x": x, "v": v, "coef": torch.tensor([[0.97, -0.12, 0.66, -1.13, -0.5]] * 2), "noise": noise}

@@ -40,7 +40,7 @@ WIDE = {"number": "i64", "counter": "i64", "seed_low": "u32", "seed_high": "u32"
 def compiled(arch, which):
     """The lines of compile_triton.py."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).parents[1].joinpath("compile_triton.py")), arch, which]
+    command = [sys.executable, str(Path(__file__).with_name("compile_triton.py")), arch, which]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr[-2000:]
     return [*map(json.loads, done.stdout.splitlines())]
@@ -121,13 +121,6 @@ def check_scalars(lines):
 def test_every_scalar_has_the_type_that_the_reference_computes_with(built):
     check_scalars(built)
     assert {k["kernel"] for k in built if k["floats"]} == {*FLOATS}
-
-
-def test_the_scalars_of_ops_over_samples():
-    """The small part of the test above, in every run."""
-    lines = compiled("90", "small")
-    check_scalars(lines)
-    assert {k["kernel"] for k in lines} == {"normal", "policy", "winrate", "rows"}
 
 
 @pytest.mark.full

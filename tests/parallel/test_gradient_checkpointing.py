@@ -9,15 +9,15 @@ import gc
 import os
 from collections import Counter
 
-import flash_reference
 import pytest
 import torch
-from families import QUICK, SIZES, case_of, conditions, folder, noise, small_sources, tiered
 from functorch.compile import make_boxed_func
-from tiny_run import all_end, fuse_on_cpu, merged, ranks
-from tiny_run import opened as ready
+from ops_cases import register_flash
+from ranks import all_end, fuse_on_cpu, ranks
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
+from world import QUICK, SIZES, case_of, conditions, folder, initial_noise, merged, small_sources, tiered
+from world import opened as ready
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.models import MODELS, blocks
@@ -77,7 +77,7 @@ def same_bits(one, other):
 def forward_of(adapter, case):
     """A forward of two samples with gradients."""
     sampling = case.sampling(SIZES[0])
-    inputs = noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling
+    inputs = initial_noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling
     return lambda: adapter.velocity(*inputs)
 
 
@@ -238,7 +238,7 @@ SPLITS = {
 def split(family):
     """Runs in the new process: a family under every layout."""
     torch.set_num_threads(1)
-    flash_reference.register()
+    register_flash()
     if "FUSED" in os.environ:
         fuse_on_cpu()
     case = case_of(family)
@@ -289,15 +289,9 @@ def wan22():
     split("wan22")
 
 
+@pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "family, env",
-    [
-        (flux, {"FUSED": "1"}),
-        pytest.param(wan22, {"FUSED": "1"}, marks=pytest.mark.full),
-        pytest.param(flux, {}, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("family, env", [(flux, {"FUSED": "1"}), (wan22, {"FUSED": "1"}), (flux, {})])
 def test_on_two_processes(tmp_path, family, env):
     """Under Ulysses and in a ring, whose attention is a Function of diffusers or ours, and with sharded weights."""
     file = tmp_path / "run.yaml"

@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from families import linked, perturb
+from ranks import all_end, fuse_on_cpu, ranks, train
 from safetensors.torch import load_file
-from tiny_run import ALONE, Brightness, all_end, fuse_on_cpu, merged, opened, ranks, recipe, rows, targets_of, train
-from tiny_run import world as tiny_world
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import init_device_mesh
+from world import ALONE, Brightness, linked, merged, opened, perturb, recipe, rows, targets_of, tiny_world
 
 from prefgrpo.config.loading import from_dict, load
 from prefgrpo.config.schema import SamplingConfig
@@ -308,6 +307,7 @@ def count_calls(module, name):
     return calls
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_replicas_reduce_their_gradients_once_per_update(place):
     """Not after every backward, over shards too; and a mesh makes groups for its dimensions above 1 only."""
@@ -359,8 +359,9 @@ def decoding():
     os._exit(0)
 
 
+@pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_a_clip_is_decoded_by_one_context_parallel_process_and_kept_by_one(place, size):
     all_end(ranks(place / f"decoding{size}.yaml", size, hook=decoding, PLACE=str(place)), seconds=300)
 

@@ -1,7 +1,7 @@
 """Ring attention against one process: the op with every backend offered for it, and whole training steps.
 
-Why these cases: no CPU attention returns log-sum-exps, so `flash_reference` stands for the kernels; what diffusers does
-around them is tested, since its backward was wrong without an error up to 0.39 (huggingface/diffusers#14265). Four
+Why these cases: no CPU attention returns log-sum-exps, so formulas stand for the kernels (`ops_cases`); what diffusers
+does around them is tested, since its backward was wrong without an error up to 0.39 (huggingface/diffusers#14265). Four
 processes in one ring, because the two directions of a ring of two are the same, and ring × Ulysses; numbers of tokens
 that are odd in each process. The planted faults are what such a code gets wrong: the comparison must see each. Whole
 steps: with joint text and with cross-attention, whose keys are not split; with fused blocks; whole runs.
@@ -13,7 +13,7 @@ import os
 from dataclasses import replace
 from unittest import mock
 
-import flash_reference
+import ops_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,11 +21,10 @@ from diffusers import ContextParallelConfig
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ParallelConfig
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from families import linked
+from ranks import all_end, fuse_on_cpu, ranks, start_ranks, trained
 from safetensors.torch import load_file
-from tiny_run import BRIGHTNESS, all_end, fuse_on_cpu, ranks, recipe, rows, start_ranks, trained
-from tiny_run import world as tiny_world
 from torch.distributed.device_mesh import init_device_mesh
+from world import BRIGHTNESS, linked, recipe, rows, tiny_world
 
 from prefgrpo.models import MODELS
 from prefgrpo.models import family as family_class
@@ -75,13 +74,13 @@ def errors(name, degree, ulysses):
 
 def scaled_lse():
     """Log-sum-exps to base 2."""
-    real = flash_reference.attend
+    real = ops_cases.attend
 
     def wrong(*given):
         out, lse = real(*given)
         return out, lse / math.log(2)
 
-    return mock.patch.object(flash_reference, "attend", wrong)
+    return mock.patch.object(ops_cases, "attend", wrong)
 
 
 def stale_keys():
@@ -114,11 +113,11 @@ FAULTS = {"scaled log-sum-exps": scaled_lse, "stale keys": stale_keys, "other di
 def ops():
     """Runs in the new process: all backends under a ring of four and under ring × Ulysses, then the planted faults."""
     torch.set_num_threads(1)
-    flash_reference.register()
+    ops_cases.register_flash()
     ring.install()
     world = join()
     for sizes in ((4, 1), (2, 2)):
-        for name in flash_reference.BACKENDS:
+        for name in ops_cases.FLASH:
             found = errors(name, *sizes)
             assert max(found) < 1e-5, (name, sizes, found)
     for fault, plant in FAULTS.items():
@@ -132,7 +131,7 @@ def ops():
 def test_ring_attention_is_exact_with_every_backend_offered(tmp_path):
     offered = {name for family in RINGED for name in backends(family_class(family), Layout(ring=2))}
     others = {"fa3", "fa4"}  # other kernels of torch's op, which `_native_flash` calls
-    assert offered - others == set(flash_reference.BACKENDS)
+    assert offered - others == set(ops_cases.FLASH)
     all_end(start_ranks([], tmp_path / "op.log", 4, hook=ops), seconds=300)
 
 
@@ -143,7 +142,7 @@ def cells():
     """Runs in the new process: every layout with a ring of the families in $FAMILY against one process with torch's own
     attention."""
     torch.set_num_threads(1)
-    flash_reference.register()
+    ops_cases.register_flash()
     if "FUSED" in os.environ:
         fuse_on_cpu()
     place = os.environ["PLACE"]
@@ -209,7 +208,7 @@ def test_a_run_with_a_ring_is_resumed_without(tmp_path):
     options = {"train": {"steps": 4, "gradient_checkpointing": 1.0}, "eval": {"every": 0}, "rewards": BRIGHTNESS}
     flash = options | {"attention": "_native_flash"}
     file = recipe(place, "ring", **flash, parallel=TWO)
-    all_end(ranks(file, 2, "--train.steps", "2", hook=flash_reference.register), seconds=600)
+    all_end(ranks(file, 2, "--train.steps", "2", hook=ops_cases.register_flash), seconds=600)
     assert "resumed from" in trained(recipe(place, "ring", **flash), "--resume")
     trained(recipe(place, "alone", **options))
     got, want = (load_file(place / "runs" / n / "lora" / "pytorch_lora_weights.safetensors") for n in ("ring", "alone"))

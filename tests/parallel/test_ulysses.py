@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from diffusers.models.transformers import transformer_flux, transformer_flux2, transformer_wan
-from tiny_run import all_end, ranks
+from ranks import all_end, ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 

@@ -8,8 +8,7 @@ import inspect
 
 import pytest
 import yaml
-from families import Case
-from tiny_run import rows, settings
+from world import Case, rows, settings
 
 from prefgrpo import models
 from prefgrpo.commands.cli import main

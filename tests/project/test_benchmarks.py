@@ -203,6 +203,7 @@ def test_a_gpu_case_reports_every_column(monkeypatch, tmp_path):
     assert ops.block("cuda", tmp_path / "none") == ops.NOT_MEASURED
 
 
+@pytest.mark.full
 def test_nothing_is_written_unless_asked(monkeypatch, capsys):
     """A choice of ops prints its rows alone; a part of the table cannot be written."""
     monkeypatch.setattr(ops, "write_json", lambda *_: pytest.fail("wrote results"))

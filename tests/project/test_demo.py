@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import yaml
-from tiny_run import rows
+from world import rows
 
 from prefgrpo.config.loading import load
 
@@ -33,6 +33,7 @@ def demo(root, tmp_path_factory):
     return done, folder / "runs" / "demo"
 
 
+@pytest.mark.full
 def test_what_it_leaves(demo):
     _, folder = demo
     assert [p.name for p in folder.parent.parent.iterdir()] == ["runs"] and [*folder.parent.iterdir()] == [folder]

@@ -8,11 +8,12 @@ stop the run, and the weights change.
 import json
 
 import pytest
-import tiny_rewards
 import yaml
-from judge_server import JudgeServer
+from ranks import trained
+from reward_cases import MAKERS
 from safetensors.torch import load_file
-from tiny_run import merged, rows, trained
+from servers import JudgeServer
+from world import merged, rows
 
 from prefgrpo.config.recipe import read_yaml
 from prefgrpo.data.answer import Answer
@@ -55,7 +56,7 @@ def recipe(place, url):
                 "weight": 0.7,
                 "options": {"category_weights": [1.0, 0.7, 0.7], "plan": "round_robin", "round_verdicts": True},
             },
-            {"name": "clip", "weight": 0.3, "options": tiny_rewards.MAKERS["clip"](place / "clip")},
+            {"name": "clip", "weight": 0.3, "options": MAKERS["clip"](place / "clip")},
             {"name": "jpeg_compressibility", "weight": 0.0},
             {"name": NEVER, "weight": 0.0},
         ],

@@ -10,7 +10,8 @@ import os
 import numpy as np
 import pytest
 import torch
-from tiny_run import rows, start
+from ranks import start
+from world import rows
 
 from prefgrpo.config.loading import load
 from prefgrpo.data.media import Media
@@ -95,6 +96,7 @@ def test_the_check_is_never_the_reward(root):
     assert [entry.name for entry in config.measured] == ["ocr", LETTERS] and config.measured[0] == config.rewards[0]
 
 
+@pytest.mark.full
 def test_one_step_and_its_evaluation(root, tmp_path):
     folder, _ = train(root, tmp_path, "--train.steps", "1", "--eval.prompts", "0")
     (step,) = [row for row in rows(folder) if row["kind"] == "train"]

@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from tiny_run import start
+from ranks import start
 
 from benchmarks import recipes, step_time
 from prefgrpo.commands.cli import read, split
@@ -129,6 +129,7 @@ def test_the_command_for_8_gpus_fits_its_recipe():
     assert len(words[0].split("=")[1].split(",")) == ranks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("file", SNIPPETS)
 def test_a_snippet_runs_as_it_stands(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the front door writes a run

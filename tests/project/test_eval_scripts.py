@@ -76,6 +76,7 @@ def original(argv, monkeypatch):
     module.main()
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_eval_quality_is_the_originals(place, root, monkeypatch):
     argv = ["--image_dir", place / "images", "--prompt_csv", place / "bench.csv", "--reward_spec", SPEC]

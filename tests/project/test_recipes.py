@@ -14,10 +14,9 @@ from inspect import signature
 import pytest
 import torch
 import yaml
-from families import QUICK, linked
-from judge_server import JudgeServer, images
 from PIL import Image
-from tiny_run import rows, tree
+from servers import JudgeServer, images
+from world import QUICK, linked, rows, tree
 
 from benchmarks.recipes import GPUS, MODELS, NEVER_ON_GPU, count
 from benchmarks.recipes import main as print_table
@@ -196,6 +195,7 @@ def test_the_demo_takes_the_options_of_train():
     assert signature(cli.demo).parameters.keys() == taken
 
 
+@pytest.mark.full
 def test_the_command_and_the_trainer_can_confirm_idle_gpus(place, monkeypatch, tmp_path, capsys):
     """A refusal comes before anything is written; with the flag, the run trains."""
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 from markdown_it import MarkdownIt
-from report_html import parse
+
+from tests.report.synthetic import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -1,7 +1,8 @@
 """One whole run and its page, for all tests of the report."""
 
 import pytest
-from report_run import STEPS, make_run, report
+
+from tests.report.synthetic import STEPS, make_run, report
 
 
 @pytest.fixture(scope="session")

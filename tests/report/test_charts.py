@@ -11,11 +11,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from report_html import parse
-from report_run import STEPS, charts, eval_row, last, report, small_run, train_row
 
 from prefgrpo.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Series, draw, numbers
 from prefgrpo.report.page import span
+from tests.report.synthetic import STEPS, charts, eval_row, last, parse, report, small_run, train_row
 
 VALUES = st.one_of(st.floats(-1e12, 1e12), st.floats(-1e-9, 1e-9), st.just(np.nan))
 SUPERSCRIPT = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹−", "-0123456789-")

@@ -9,7 +9,11 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from report_run import (
+
+from prefgrpo.report.judged import ROWS
+from prefgrpo.report.read import read_run
+from prefgrpo.rollout.render import preview
+from tests.report.synthetic import (
     STEPS,
     arrays,
     change,
@@ -25,10 +29,6 @@ from report_run import (
     small_run,
     train_row,
 )
-
-from prefgrpo.report.judged import ROWS
-from prefgrpo.report.read import read_run
-from prefgrpo.rollout.render import preview
 
 ALL = set(permutations(range(8), 2))
 
@@ -156,6 +156,7 @@ def test_a_verdict_without_an_answer_says_why_and_text_is_not_markup(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_clips_play_and_edits_show_their_sources(tmp_path):
     """Clips of noise, the worst case for WebP: every frame is on the page, and the page stays small; sources are shown
     beside the pairs and in the corner of a judged group."""

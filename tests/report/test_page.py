@@ -12,7 +12,11 @@ import subprocess
 
 import numpy as np
 import pytest
-from report_run import (
+
+from prefgrpo.commands import cli
+from prefgrpo.report import write_report
+from prefgrpo.run.measures import JUDGE, Measure, Subject, compared
+from tests.report.synthetic import (
     MEASURES,
     STEPS,
     arrays,
@@ -28,10 +32,6 @@ from report_run import (
     small_run,
     train_row,
 )
-
-from prefgrpo.commands import cli
-from prefgrpo.report import write_report
-from prefgrpo.run.measures import JUDGE, Measure, Subject, compared
 
 NO_RESULT = "No evaluation has finished since training started"
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from PIL import Image
-from report_run import STEPS, charts, last, make_run, report, small_run, train_row
-from tiny_run import ALONE
+from world import ALONE
 
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.media import Media
@@ -19,6 +18,7 @@ from prefgrpo.run.evaluation import EvalSet, Evaluator
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.groups import save_groups
 from scripts.demo_world.strip import GAP, MARGIN, write_strip
+from tests.report.synthetic import STEPS, charts, last, make_run, report, small_run, train_row
 
 
 @pytest.mark.parametrize("counts", [(1, 2, 1), (0, 2, 1), (2, 0, 0), (2, 2, 2), (0, 0, 0)])

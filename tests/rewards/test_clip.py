@@ -13,9 +13,19 @@ import numpy as np
 import open_clip
 import pytest
 import torch
-from reward_cases import GRID, edits, grids, picture, pictures
+from reward_cases import (
+    GRID,
+    MAKERS,
+    SIZE,
+    architecture,
+    clip_folder,
+    edits,
+    grids,
+    open_clip_folder,
+    picture,
+    pictures,
+)
 from safetensors.torch import load_file, save_file
-from tiny_rewards import MAKERS, SIZE, architecture, clip_folder, open_clip_folder
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as vision
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from reward_server import serving
+from servers import serving
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build, load_class

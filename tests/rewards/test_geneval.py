@@ -9,8 +9,8 @@ hand-drawn mask.
 import numpy as np
 import pytest
 import torch
-from reward_cases_own import mask2former
-from tiny_media import noise
+from reward_cases import mask2former
+from world import noise
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Sample

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
-from tiny_media import grey
+from world import grey
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
@@ -64,6 +64,7 @@ def test_reads_drawn_text(real):
 WORDS = ("WELCOME", "Hello World", "OPEN", "SALE 50%", "Fresh Bread", "HOTEL", "stop", "Coffee Shop", "PIZZA")
 
 
+@pytest.mark.full
 def test_text_that_stands_on_its_head_is_not_read_as_if_it_did_not(real):
     """Rapidocr's classifier of lines turns them by 180°. What is left is what the recogniser itself reads, and words
     that are the same on their head."""

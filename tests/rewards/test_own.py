@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import reward_cases_own as own
+import reward_cases as own
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_media import noise
 from torch import nn
+from world import noise
 
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.deqa import IMAGE, LEVELS, QUESTION, DeQA, score_from_logits, square
@@ -85,7 +85,7 @@ def by_hand(tensors, ids, mask, pixels, text_heads=4):
 def test_imagereward_against_its_formula_in_float64(blip):
     reward = ImageReward(**blip, batch_size=2)
     tensors = torch.load(Path(blip["model"]) / "ImageReward.pt")
-    samples = [Sample(p, noise(k, 40 + 20 * k, 56)) for k, p in enumerate([*own.PROMPTS, "long " * 60])]
+    samples = [Sample(p, noise(k, 40 + 20 * k, 56)) for k, p in enumerate([*own.OWN_PROMPTS, "long " * 60])]
     for sample, score in zip(samples, reward.score(samples), strict=True):
         words = reward.tokenize(
             sample.prompt, padding="max_length", truncation=True, max_length=35, return_tensors="pt"

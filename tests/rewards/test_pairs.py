@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_media import noise
+from world import noise
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.rewards.base import Sample

@@ -8,9 +8,8 @@ import threading
 
 import numpy as np
 import pytest
-from judge_server import JudgeServer, images
-from reward_server import serving
-from tiny_media import noise
+from servers import JudgeServer, images, serving
+from world import noise
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.judge.event_loop import loop_thread

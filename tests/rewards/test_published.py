@@ -19,11 +19,9 @@ import numpy as np
 import peers
 import pytest
 import torch
-from judge_server import JudgeServer
 from PIL import Image
-from reward_cases_vlm import judge
-from reward_server import serving
-from tiny_rewards import clip_folder
+from reward_cases import clip_folder
+from servers import JudgeServer, judge, serving
 from transformers import CLIPModel, CLIPProcessor
 
 from prefgrpo.data.answer import Answer

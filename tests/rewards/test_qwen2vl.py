@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import reward_cases_own as own
+import reward_cases as own
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear as Lora
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny_media import noise
 from torch import nn
 from torchvision.transforms import Resize
+from world import noise
 
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.qwen2vl import HPSv3, VideoAlign, chat, frame_count
@@ -83,7 +83,7 @@ def test_hpsv3_is_the_head_at_the_reward_token(hps):
     )
     head.load_state_dict({k.removeprefix("rm_head."): v for k, v in tensors.items() if k.startswith("rm_head")})
     body = {k: v for k, v in tensors.items() if not k.startswith("rm_head")}
-    samples = [Sample(p, noise(k, 60 + 90 * k, 200)) for k, p in enumerate(own.PROMPTS)]
+    samples = [Sample(p, noise(k, 60 + 90 * k, 200)) for k, p in enumerate(own.OWN_PROMPTS)]
     reward = HPSv3(**hps, batch_size=2)
     turns = [(reward._frames(s), own.HPS_TEXT.replace("{text_prompt}", s.prompt)) for s in samples]
     expected = reference(hps, body, head.eval(), turns, ["<|Reward|>"], "image")[:, 0]
@@ -97,7 +97,7 @@ def test_one_bad_sample_is_missing_and_the_others_are_scored(hps):
     """Reward tokens in a prompt would be read in place of the template's; a one-line sliver has no patches."""
     bad = [Sample("a <|Reward|>", noise(0)), Sample("a <|image_pad|>", noise(0))]
     bad.append(Sample("a line", noise(0, 2, 500)))
-    scores = HPSv3(**hps).score([*bad, Sample(own.PROMPTS[0], noise(0))])
+    scores = HPSv3(**hps).score([*bad, Sample(own.OWN_PROMPTS[0], noise(0))])
     assert [s.value is None for s in scores] == [True, True, True, False]
     assert "<|Reward|>" in scores[0].reason and "<|image_pad|>" in scores[1].reason and "1:200" in scores[2].reason
 
@@ -149,7 +149,7 @@ def by_peft(tensors):
 
 
 def test_videoalign_is_three_heads_at_three_tokens_normalised(video):
-    samples = [Sample(p, noise(k, frames=n)) for k, (p, n) in enumerate(zip(own.PROMPTS, (9, 32, 2), strict=True))]
+    samples = [Sample(p, noise(k, frames=n)) for k, (p, n) in enumerate(zip(own.OWN_PROMPTS, (9, 32, 2), strict=True))]
     reward = VideoAlign(**video, batch_size=2)
     expected = np.stack([np.diagonal(rows) for rows in raw(reward, video, samples)])
     scores = reward.score(samples)
@@ -161,7 +161,7 @@ def test_videoalign_is_three_heads_at_three_tokens_normalised(video):
 
 def test_videoalign_of_some_dimensions(video):
     """DanceGRPO trains HunyuanVideo on VQ alone, with clips written at 8 frames per second."""
-    samples = [Sample(p, noise(k, frames=20)) for k, p in enumerate(own.PROMPTS)]
+    samples = [Sample(p, noise(k, frames=20)) for k, p in enumerate(own.OWN_PROMPTS)]
     every = VideoAlign(**video).score(samples)
     for chosen in (["VQ"], ["TA", "MQ"]):
         found = VideoAlign(**video, dimensions=chosen).score(samples)

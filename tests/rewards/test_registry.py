@@ -4,29 +4,176 @@ Why these cases: a list of rewards that were never run is useless, and an undocu
 A tiny checkpoint or server stands in for the published one; each reward's formula is tested in another file.
 """
 
+import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import reward_cases
-import reward_cases_own
-import reward_cases_vlm
 import yaml
-from reward_server import serving
+from PIL import Image, ImageDraw, ImageFont
+from reward_cases import (
+    MAKERS,
+    OWN_PROMPTS,
+    deqa,
+    drawn,
+    edits,
+    geneval,
+    grid,
+    grids,
+    hpsv3,
+    imagereward,
+    pictures,
+    videoalign,
+)
+from servers import JudgeServer, judge, serving, speak
+from world import grey, noise
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import REWARDS, build, load_class
+from prefgrpo.rewards.base import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = reward_cases.CASES | reward_cases_vlm.CASES | reward_cases_own.CASES
-POINTWISE = [name for name in REWARDS if not load_class(name).compares]
 HEADER = "| name | input | scale | needs |"
+
+# ---- a case for every reward -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to build a reward without downloads, and samples for it to score."""
+
+    options: Callable[[Path], dict[str, Any]]
+    """Creates a tiny checkpoint in the folder (or starts a server) and returns the reward's options."""
+    samples: Callable[[], list[Sample]]
+    """The samples to score."""
+    needs: str = ""
+    """Optional library; the case is skipped if it is not installed."""
+
+
+def nothing(_: Path) -> dict[str, Any]:
+    return {}
+
+
+def judged(_: Path) -> dict[str, Any]:
+    """Options with a judge that prefers the brighter image."""
+    return {"judge": {"endpoints": [JudgeServer().__enter__().url]}}
+
+
+def speaking(_: Path) -> dict[str, Any]:
+    """Options with a judge that answers every shipped template."""
+    server = JudgeServer()
+    server.answer = speak
+    return {"judge": judge(server.__enter__())}
+
+
+def detailed() -> list[Sample]:
+    """Images with different amounts of detail."""
+    rng = np.random.default_rng(0)
+    return [Sample("a picture", Media(rng.integers(0, 2**k, (48, 48, 3), np.uint8))) for k in (2, 5, 8)]
+
+
+def sign(text: str) -> np.ndarray:
+    image = Image.new("RGB", (288, 224), "white")
+    ImageDraw.Draw(image).text((16, 16), text, fill="black", font=ImageFont.load_default(40))
+    return np.asarray(image)
+
+
+def signs() -> list[Sample]:
+    """An image of the quoted text, one of other text, and a prompt that quotes nothing."""
+    prompts = ['a sign "Tea Room"', 'a sign "Harbour"', "a sign"]
+    return [Sample(p, Media(sign("TEA ROOM"))) for p in prompts]
+
+
+def signs_in_clips() -> list[Sample]:
+    """The same in clips, cropped to the line of text, which needs no detection."""
+    return [Sample(s.prompt, Media(np.stack([s.media.pixels[12:64, 8:280]] * 3))) for s in signs()]
+
+
+def group() -> list[Sample]:
+    """Images of one prompt, from dark to bright."""
+    return [Sample("a bright day", grey(level)) for level in (40, 120, 200)]
+
+
+def grids_of_cats() -> list[Sample]:
+    """Four samples of different brightness, each a grid of four cells."""
+    levels = [(40, 60, 90, 130), (200, 180, 90, 80), (10, 20, 30, 40), (250, 240, 10, 100)]
+    return [Sample("a 2x2 grid of cats", grid(*four), (grey(128),)) for four in levels]
+
+
+def points() -> list[Sample]:
+    """Samples with two test points; they satisfy none, one and both."""
+    dims = {"Testpoints": ["Style", "Attribute - Color"], "Testpoint Description": ["ink", "red"]}
+    return [Sample("red ink", grey(level), (), {"sub_dims_en": json.dumps(dims)}) for level in (10, 90, 240)]
+
+
+def questions() -> list[Sample]:
+    """Samples with a question about a number and one about a thing."""
+    asked = [["How many cats?", "two"], ["Are there cats?", "Yes"]]
+    return [Sample("two cats", grey(level), (), {"vqa_list": asked}) for level in (10, 90, 240)]
+
+
+def of_many_sizes() -> list[Sample]:
+    """Images of several sizes with their prompts."""
+    return [Sample(p, noise(k, 40 + 9 * k, 56)) for k, p in enumerate(OWN_PROMPTS)]
+
+
+def clips() -> list[Sample]:
+    return [Sample(p, noise(k, frames=8 + k)) for k, p in enumerate(OWN_PROMPTS[:2])]
+
+
+def photos() -> list[Sample]:
+    """Images with GenEval's metadata columns; the detector sees no person and several couches."""
+    asked = [{"tag": "single_object", "include": [{"class": c, "count": 1}]} for c in ("person", "couch")]
+    return [Sample("a photo", noise(k), meta=meta) for k, meta in enumerate(asked)]
+
+
+SAMPLES = {"image_similarity": edits, "subfig_clipT": grids}
+JUDGED = (
+    "unifiedreward_alignment",
+    "unifiedreward_style",
+    "unifiedreward_coherence",
+    "unifiedreward_sglang",
+    "qwenvl",
+    "unifiedreward_edit_pointwise_instruction_following",
+    "consistency_score",
+    "consistency_for_editing",
+    "unifiedreward_think",
+    "unifiedreward_flex",
+    "unifiedreward_edit_pairwise",
+)
+CASES = {
+    "jpeg_compressibility": Case(nothing, detailed),
+    "jpeg_incompressibility": Case(nothing, detailed),
+    "scenes": Case(nothing, drawn),
+    "ocr": Case(nothing, signs, needs="rapidocr"),
+    "video_ocr": Case(lambda _: {"detect": False}, signs_in_clips, needs="rapidocr"),
+    "vlm_pairwise": Case(judged, group),
+    "unigenbench": Case(speaking, points),
+    "soft_tifa": Case(speaking, questions),
+    "unifiedreward_edit_pointwise_image_quality": Case(
+        lambda folder: speaking(folder) | {"weights": {"artifacts": 0.5}},
+        grids_of_cats,  # its two scores move in opposite directions
+    ),
+    "imagereward": Case(lambda folder: imagereward(folder / "ir"), of_many_sizes),
+    "hpsv3": Case(hpsv3, of_many_sizes),
+    "videoalign": Case(videoalign, clips),
+    "deqa": Case(lambda folder: deqa(folder / "deqa"), of_many_sizes),
+    "geneval": Case(geneval, photos),
+}
+CASES |= dict.fromkeys(JUDGED, Case(speaking, grids_of_cats))
+for _name, _maker in MAKERS.items():
+    CASES[_name] = Case(lambda folder, maker=_maker: maker(folder / "made"), SAMPLES.get(_name, pictures))
+POINTWISE = [name for name in REWARDS if not load_class(name).compares]
+
+# ---- the tests -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +282,7 @@ def test_the_pages_recipe_is_one():
     assert all(entry.options for entry in config.rewards)
 
 
+@pytest.mark.full
 def test_every_module_imports_without_its_libraries():
     """So that specs can be checked and rewards used over HTTP without installing the rewards' libraries."""
     script = """

@@ -13,11 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import reward_cases_vlm
-from judge_server import JudgeServer, free_port
-from reward_server import MOODY, Moody, Process, Stub, brightness, serving
-from tiny_media import grey
-from tiny_run import Hold, recipe, rows, start, train, weights
+from ranks import Hold, free_port, start, train
+from servers import MOODY, JudgeServer, Moody, Process, Stub, brightness, judge, serving, speak
+from world import grey, recipe, rows, weights
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.answer import Answer
@@ -154,11 +152,11 @@ def test_a_reward_that_compares_is_the_same_behind_http(name, there, here):
     given = [Sample("a cat", grey(level)) for level in (40, 130, 200, 90, 10)]
 
     def lost(bright, text):
-        return reward_cases_vlm.speak(bright, text) if min(bright) > 20 / 255 else "I cannot say."
+        return speak(bright, text) if min(bright) > 20 / 255 else "I cannot say."
 
-    with JudgeServer() as judge:
-        judge.answer = lost if name.startswith("unified") else None
-        asks = {"judge": reward_cases_vlm.judge(judge)} if "darker" not in name else {}
+    with JudgeServer() as server:
+        server.answer = lost if name.startswith("unified") else None
+        asks = {"judge": judge(server)} if "darker" not in name else {}
         (own,) = build([name], {name: asks | there | here}).values()
         with serving(name, asks | there) as url:
             (served,) = build([name], {name: {"url": url} | here}).values()

@@ -12,8 +12,9 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from judge_server import JudgeServer, until
-from tiny_media import grey
+from ranks import until
+from servers import JudgeServer
+from world import grey
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.answer import Answer

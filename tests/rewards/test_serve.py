@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judge_server import free_port, until
-from reward_server import MOODY, TESTS, Process, brightness, parts_of
-from tiny_media import grey, noise
+from ranks import free_port, until
+from servers import MOODY, TESTS, Process, brightness, parts_of
+from world import grey, noise
 
 from prefgrpo.commands import cli
 from prefgrpo.data.answer import Answer

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reward_cases import drawn
-from tiny_media import grey
+from world import grey
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.rewards import RewardSpecError, build, parse_reward_spec

@@ -8,9 +8,10 @@ import itertools
 import math
 
 import pytest
-from judge_server import JudgeServer, free_port, images, text_of
-from reward_cases_vlm import clip, grid, judge, speak
-from tiny_media import grey
+from ranks import free_port
+from reward_cases import clip, grid
+from servers import JudgeServer, images, judge, speak, text_of
+from world import grey
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.judge.http import JudgeError

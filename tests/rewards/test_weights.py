@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from reward_cases import aesthetic_head, clip_folder, hps_folder, open_clip_folder
 from safetensors.torch import load_file, save_file
-from tiny_rewards import aesthetic_head, clip_folder, hps_folder, open_clip_folder
 
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError

@@ -14,8 +14,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from families import cache, case_of, folder, load
 from PIL import Image
+from world import cache, case_of, folder, load
 
 from prefgrpo.data.pairs import PairGroup, read_pairs
 from prefgrpo.data.prompts import Prompt

@@ -10,11 +10,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import cache, case_of, embed, load, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_run import ALONE
+from world import ALONE, cache, case_of, embed, load, tensors_of
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.prompts import Prompt

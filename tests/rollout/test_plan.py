@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from tiny_run import ranks, recipe, settings, stored, world
+from ranks import free_port, ranks
+from world import recipe, settings, stored, tiny_world
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.answer import Answer
@@ -136,13 +137,11 @@ def run_cells() -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("assignment"))
+    return tiny_world(tmp_path_factory.mktemp("assignment"))
 
 
 def run(place: Path, size: int) -> dict[str, list[dict]]:
     """Run all cells on `size` processes; returns what each process saw, by cell."""
-    from judge_server import free_port  # not above: started processes need no aiohttp
-
     ports = ",".join(str(free_port()) for _ in CELLS)
     runs = ranks(place / "none.yaml", size, hook=run_cells, PLACE=str(place), PORTS=ports)
     assert [r.wait(600) for r in runs] == [0] * size, "\n".join(r.output for r in runs)

@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import case_of, conditions, policy
-from tiny_run import stored
 from torch.utils._python_dispatch import TorchDispatchMode
+from world import case_of, conditions, policy, stored
 
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.sde.schedule import make_schedule

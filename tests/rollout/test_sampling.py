@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from tiny_run import rows
+from world import rows
 
 from prefgrpo.config.recipe import ConfigError
 
@@ -22,6 +22,7 @@ def constant(place, root):
     return f"{file}:constant"
 
 
+@pytest.mark.full
 def test_a_rule_by_path_trains_and_resumes(trainer, constant):
     over = {"rollout": {"rule": constant}, "eval": {"every": 0}}
     whole = trainer("whole", train={"steps": 2}, **over)

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny_run import ALONE, Hold, hidden, merged, recipe, rows, start, train, trained, tree, weights
+from ranks import Hold, start, train, trained
+from world import ALONE, hidden, merged, recipe, rows, tree, weights
 
 import prefgrpo
 from prefgrpo.data.atomic import write_folder
@@ -239,6 +240,7 @@ def no_room_for_metrics() -> None:
     Log.row = failing
 
 
+@pytest.mark.full
 def test_a_full_disk_costs_the_steps_since_the_last_checkpoint(place):
     """No room for a checkpoint: tests/runs/test_failures.py."""
     file = recipe(place, "no_space", **PLAIN)
@@ -251,11 +253,13 @@ def test_a_full_disk_costs_the_steps_since_the_last_checkpoint(place):
 
 
 STOPS = [
-    (signal.SIGTERM, "lora"), (signal.SIGKILL, "full"),
-    *(pytest.param(*case, marks=pytest.mark.full) for case in (
-        (signal.SIGINT, "lora"), (signal.SIGHUP, "lora"), (signal.SIGUSR1, "lora"), (signal.SIGKILL, "lora"),
-    )),
-]  # fmt: skip
+    (signal.SIGTERM, "lora"),
+    pytest.param(signal.SIGKILL, "full", marks=pytest.mark.full),
+    *(
+        pytest.param(number, "lora", marks=pytest.mark.full)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL)
+    ),
+]
 
 
 @pytest.mark.parametrize(("number", "kind"), STOPS)
@@ -293,9 +297,8 @@ WITHIN = {
 from, and what it says. In `changed`, weights have changed since the last checkpoint, so the step is finished."""
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in ("rollout", "changed") else pytest.mark.full) for case in WITHIN]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("case", WITHIN)
 def test_a_signal_within_a_step_ends_the_run_where_nothing_is_lost(place, truths, case):
     hold, done, said = WITHIN[case]
     name = f"within_{case}"
@@ -340,6 +343,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_saved_by_time_too_and_is_like_any_other(trainer, place, monkeypatch):
     """Steps of 1000 seconds: after two, half an hour has passed, and again after two. A run that goes on from there is
     the one that was not stopped."""
@@ -391,6 +395,7 @@ def test_the_same_command_twice_at_once(place):
     assert first.wait() == 3 and [r["step"] for r in rows(run)] == list(range(1, count(run) + 1)), first.output
 
 
+@pytest.mark.full
 def test_training_goes_on_while_a_checkpoint_is_written(place):
     """One save at a time: while that of step 3 is stuck, steps 4 to 6 are trained, and the save of step 6 waits."""
     file = recipe(place, "meanwhile", train={"steps": 9}, checkpoint={"every": 3}, eval={"every": 0})
@@ -422,6 +427,7 @@ def short(place, finished, **over):
     return recipe(place, "short", **merged({"train": {"steps": 2}, "output": str(finished / "runs")}, over))
 
 
+@pytest.mark.full
 def test_a_finished_run_may_be_resumed_and_prolonged(place, finished):
     run = finished / "runs" / "short"
     before = rows(run)

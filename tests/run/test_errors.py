@@ -12,9 +12,10 @@ import shutil
 
 import pytest
 import yaml
-from judge_server import JudgeServer, free_port
+from ranks import Hold, attempt, free_port, start, train, trained
 from safetensors.torch import load_file, save_file
-from tiny_run import Hold, attempt, merged, recipe, rows, settings, start, train, trained, tree
+from servers import JudgeServer
+from world import merged, recipe, rows, settings, tree
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.models.attention import FLASH
@@ -52,7 +53,7 @@ OFFLINE = {
     "train": {"objective": "dpo"},
     "eval": {"prompts": 0.2},
 }
-"""What changes `tiny_run.settings` into training on pairs; no table is read for these mistakes."""
+"""What changes `world.settings` into training on pairs; no table is read for these mistakes."""
 
 
 def one_value(images, prompts):
@@ -311,6 +312,7 @@ def test_names_that_a_shell_would_mangle(place):
 # ---- while it runs ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_an_absurd_learning_rate_stops_and_a_lower_one_goes_on(place):
     file = recipe(place, "absurd", train={"lr": 1e30}, checkpoint={"every": 1}, eval={"every": 0})
     code, output = train(file)
@@ -351,6 +353,7 @@ def train_with_fault(file, server, fault, count=-1):
     return run.wait(), run.output
 
 
+@pytest.mark.full
 def test_a_judge_that_is_gone_for_good_stops_the_run_which_goes_on_when_it_is_back(place, steady):
     port, folder = free_port(), place / "runs" / "gone"
     file = recipe(place, "gone", **over_http(f"http://127.0.0.1:{port}", judge={"timeout_s": 1.0, "deadline_s": 2.0}))
@@ -384,7 +387,7 @@ def test_a_few_garbage_answers_are_left_out_and_counted(place):
     assert sum(bool(r) for r in reasons) == 3 and any("neither label" in r for r in reasons)
 
 
-@pytest.mark.parametrize("fault", ["garbage", "hang"])
+@pytest.mark.parametrize("fault", ["garbage", pytest.param("hang", marks=pytest.mark.full)])
 def test_a_judge_that_says_nothing_any_more_stops_the_run_with_its_reason(place, fault):
     """`hang`: the judge accepts requests but never answers, the failure that is hardest to detect."""
     folder = place / "runs" / f"all_{fault}"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 from safetensors.torch import load_file
-from tiny_run import ALONE, rows, settings, tree
+from world import ALONE, rows, settings, tree
 
 from prefgrpo.commands.cli import main
 from prefgrpo.config.loading import from_dict

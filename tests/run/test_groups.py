@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from judge_server import JudgeServer
-from tiny_media import noise
-from tiny_run import ALONE
+from servers import JudgeServer
+from world import ALONE, noise
 
 from prefgrpo.data.stored import Shape
 from prefgrpo.data.tables import DataError

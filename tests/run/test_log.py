@@ -19,14 +19,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from PIL import Image
-from report_run import eval_row, make_run, train_row
-from tiny_run import ALONE
+from world import ALONE
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.run.errors import tracker_errors
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import Log, TensorBoard, open_trackers, read_metrics, step_line
 from prefgrpo.update.metrics import policy_metrics
+from tests.report.synthetic import eval_row, make_run, train_row
 
 NAN = float("nan")
 ROWS = [{"kind": "train", "step": step, "loss": 0.5} for step in (1, 2, 3)]

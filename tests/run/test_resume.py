@@ -9,12 +9,12 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 import yaml
-from families import case_of, policy
 from PIL import Image
+from ranks import start, train, trained
 from safetensors.torch import load_file, save_file
-from tiny_run import recipe, rows, settings, start, train, trained, tree
-from tiny_run import world as make_world
+from world import case_of, policy, recipe, rows, settings, tiny_world, tree
 
 import prefgrpo
 from prefgrpo.config.loading import from_dict
@@ -38,7 +38,7 @@ def prolonged(file, steps, *options):
 
 
 def test_what_changed_is_told_once_and_another_model_or_prompt_is_refused(tmp_path):
-    place = make_world(tmp_path)
+    place = tiny_world(tmp_path)
     table(place)
     (place / "mine.py").write_text(CODE.format("/ 255"))
     files = {"data": {"prompts": str(place / "train.csv")}, "rewards": f"{place}/mine.py:brightness"}
@@ -74,7 +74,7 @@ def test_what_changed_is_told_once_and_another_model_or_prompt_is_refused(tmp_pa
 
 
 def test_every_input_has_a_fingerprint_of_its_content(tmp_path):
-    place = make_world(tmp_path)
+    place = tiny_world(tmp_path)
     policy(case_of("flux"), path=place / "flux").save_lora(str(place / "given"))
     template = shipped_templates()["caption_match"]
     (place / "own.yaml").write_text(yaml.safe_dump(template))
@@ -115,9 +115,10 @@ def grow(folder):
     save_file({name: 1.5 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
 
 
+@pytest.mark.full
 def test_a_run_goes_on_without_the_files_it_was_started_with(tmp_path):
     """The LoRA that it continues, its prompts, a template and its recipe are gone, and its folder has another name."""
-    place = make_world(tmp_path)
+    place = tiny_world(tmp_path)
     policy(case_of("flux"), path=place / "flux").save_lora(str(place / "given"))
     (place / "own.yaml").write_text(yaml.safe_dump(shipped_templates()["caption_match"]))
     options = {

@@ -7,12 +7,11 @@ score the run's samples must be refused before the first image.
 import json
 
 import pytest
-import reward_cases_vlm
 import torch
 import yaml
-from judge_server import JudgeServer
-from tiny_media import grey
-from tiny_run import ALONE, all_end, ranks, recipe, rows, settings, train
+from ranks import all_end, ranks, train
+from servers import JudgeServer, speak
+from world import ALONE, grey, recipe, rows, settings
 
 from prefgrpo.arguments import PairwiseJudge, run_config
 from prefgrpo.config.loading import differences, from_dict
@@ -58,7 +57,7 @@ def entry(name, judge=None, **options):
 
 def test_each_reward_asks_its_own_judge_with_its_own_question(place):
     with JudgeServer() as first, JudgeServer() as second:
-        second.answer = reward_cases_vlm.speak
+        second.answer = speak
         entries = [
             entry("vlm_pairwise", template="caption_match"),
             entry(OTHER, {"endpoints": [second.url], "timeout_s": 7.0}, plan="k_regular(2)"),

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from families import case_of, folder
+from ranks import environment
 from safetensors.torch import load_file, save_file
-from tiny_run import environment, merged
+from world import case_of, folder, merged
 
 import prefgrpo
 from prefgrpo.data.answer import Answer
@@ -55,18 +55,18 @@ def recipe(place, name, model, **over):
 
 
 def run(place, gpu=0, **commands):
-    """The results of `tests/emulated_gpu.py` on one of two GPUs; every command must succeed, and nothing be refused."""
+    """The results of `emulated_gpu.py` on one of two GPUs; every command must succeed, and nothing be refused."""
     (place / "prompts.txt").write_text("a red cube\ntwo very blue balls on a table\na small dog\n")
     from PIL import Image
 
     Image.linear_gradient("L").convert("RGB").resize((48, 48)).save(place / "source.png")
     edits = [{"prompt": text, "source_image": "source.png"} for text in ("make it blue", "remove the small dog")]
     (place / "edits.jsonl").write_text("".join(json.dumps(edit) + "\n" for edit in edits))
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     out = place / "out.json"
-    path = os.pathsep.join([str(Path(EMULATOR) / "site"), EMULATOR, str(root.parent), environment()["PYTHONPATH"]])
+    path = os.pathsep.join([str(Path(EMULATOR) / "site"), EMULATOR, str(root), environment()["PYTHONPATH"]])
     env = environment(PYTHONPATH=path, GPU_EMULATOR="2", LOCAL_RANK=str(gpu), PREFGRPO_BACKEND="torch")
-    argv = [sys.executable, str(root / "emulated_gpu.py"), str(out)]
+    argv = [sys.executable, str(Path(__file__).with_name("emulated_gpu.py")), str(out)]
     done = subprocess.run(argv, input=json.dumps(commands), env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(out.read_text())

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import Brightness, all_end, environment, ranks, recipe, rows
+from ranks import all_end, environment, ranks
+from world import Brightness, recipe, rows
 
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import RewardError
@@ -159,9 +160,8 @@ def test_a_folder_that_cannot_be_made_stops_all_with_one_message(place):
     assert [p.name for p in folder.checkpoints.iterdir()] == ["step_000001"]
 
 
-@pytest.mark.parametrize(
-    ("name", "rank", "options"), [("lora", "0", {}), pytest.param("split", "1", ALL, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "rank", "options"), [("lora", "0", {}), ("split", "1", ALL)])
 def test_no_room_for_a_checkpoint_stops_all_after_the_one_before(place, name, rank, options):
     file, folder = recipe(place, f"room-{name}", **SHORT, **options), RunFolder(place / "runs" / f"room-{name}")
     output, _ = all_end(ranks(file, 2, hook=no_room, RANK_LIMITED=rank), 3)
@@ -207,6 +207,7 @@ def drawn(rewards, weights):
     return rewards[0] * (os.environ["RANK"] == "0")
 
 
+@pytest.mark.full
 def test_a_combination_that_differs_between_processes_is_that_of_process_0(place):
     file = recipe(place, "drawn", **SHORT, advantage={"combine": f"{__file__}:drawn"})
     all_end(ranks(file, 2, hook=not_finite, DUMP=str(place)), seconds=60)

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from ranks import Hold, all_end, ranks, trained
 from safetensors import safe_open
-from tiny_run import Hold, all_end, hidden, ranks, recipe, rows, trained, tree, weights
+from world import hidden, recipe, rows, tree, weights
 
 from prefgrpo.run.folder import RunFolder, step_of
 
@@ -59,14 +60,13 @@ POINTS = {
 }
 """The rank to wait for and the point where it stops; both processes are then killed."""
 BOTH = ("between two updates", "not renamed yet")
-QUICK = ("lora", "not renamed yet")
 ALONE = ("before the first step", *BOTH)
 """Points after which a single process, too, resumes the run."""
 SHARDED = ("one of two parts written",)  # replicated weights are written by rank 0 alone
 NAMING = ("state.json", ".metadata")
 """They contain timings and the temporary folder's name, so they differ between runs."""
 CASES = [
-    pytest.param(kind, point, marks=() if (kind, point) == QUICK else pytest.mark.full)
+    (kind, point)
     for k, point in enumerate(POINTS)
     for n, kind in enumerate(["split", "lora"])
     if point in BOTH or (kind == "split" if point in SHARDED else n == k % 2)
@@ -93,6 +93,7 @@ def truths(place):
     return truth
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "point"), CASES)
 def test_killed_and_resumed(place, truths, kind, point):
     truth, name = truths(kind), f"{kind} {point}".replace(" ", "_").replace("'", "")

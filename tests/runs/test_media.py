@@ -10,11 +10,12 @@ import re
 import numpy as np
 import pytest
 import torch
-from judge_server import JudgeServer, images
 from PIL import Image
-from tiny_run import all_end, attempt, merged, ranks, recipe, rows, start, trained, tree
+from ranks import all_end, attempt, ranks, start, trained
+from servers import JudgeServer, images
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from world import merged, recipe, rows, tree
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.media import Media
@@ -40,6 +41,7 @@ def written(place, name, family, **over):
     return recipe(place, name, **merged(SMALL, over), family=family, model=str(place / family))
 
 
+@pytest.mark.full
 def test_a_video_model_with_two_experts(place):
     rollout = {"frames": 5, "guidance": 4.0, "guidance_2": 3.0, "height": 16, "width": 16, "steps": 4}
     with JudgeServer() as server:
@@ -79,7 +81,6 @@ LAYOUTS = {
     "sharded and offloaded": (2, ALL | {"parallel": {"shard": 2}, "offload": ["weights"]}),
     "masters on two processes": (2, ALL | {"dtype": "bf16"}),
 }
-QUICK = "LoRA on two processes"
 
 
 def content(checkpoint):
@@ -90,7 +91,8 @@ def content(checkpoint):
     return tensors
 
 
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.full] * (n != QUICK)) for n in LAYOUTS])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_expert_that_no_step_of_the_window_runs_stays_as_it_is(place, layout):
     """Weights, AdamW's state and EMA of the other expert, to the last bit, whatever weight decay and momentum."""
     size, over = LAYOUTS[layout]

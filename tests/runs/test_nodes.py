@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from judge_server import free_port
-from tiny_run import all_end, environment, ranks, recipe, rows, weights, world
+from ranks import all_end, environment, free_port, ranks
+from world import recipe, rows, tiny_world, weights
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 
@@ -27,7 +27,7 @@ def by_rank(node: int, port: str) -> list[str]:
 
 
 def test_two_agents_are_one_with_two_processes(tmp_path):
-    place = world(tmp_path)
+    place = tiny_world(tmp_path)
     all_end(ranks(recipe(place, "together"), 2))
     truth = place / "runs" / "together"
     for way in (by_name, by_rank):

@@ -18,10 +18,10 @@ import torch
 import yaml
 from diffusers import FluxPipeline
 from PIL import Image
-from tiny_run import Hold, all_end, attempt, batches_of, merged, ranks, recipe, rows, settings, start, tree, weights
-from tiny_run import world as tiny_world
+from ranks import Hold, all_end, attempt, ranks, start
 from torch.func import functional_call
 from torch.nn.functional import logsigmoid
+from world import batches_of, merged, recipe, rows, settings, tiny_world, tree, weights
 
 from prefgrpo.config.loading import from_dict, to_dict
 from prefgrpo.data.tables import DataError
@@ -63,7 +63,7 @@ def place(tmp_path_factory):
 
 
 def offline(place, objective="dpo", size=2, **train):
-    """What changes `tiny_run.settings` into training on the table with groups of this size."""
+    """What changes `world.settings` into training on the table with groups of this size."""
     options = train.pop("options", {})
     return {
         "data": {"prompts": "", "pairs": str(place / ("pairs.jsonl" if size == 2 else "groups.jsonl"))},

@@ -15,9 +15,10 @@ import pytest
 import torch
 import transformers
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-from judge_server import JudgeServer
+from ranks import train, trained
 from safetensors.torch import load_file
-from tiny_run import BASE, PROMPTS, merged, recipe, rows, train, trained, weights
+from servers import JudgeServer
+from world import BASE, PROMPTS, merged, recipe, rows, weights
 
 from prefgrpo import ConfigError, PairwiseJudge, Trainer
 from prefgrpo.config.loading import to_dict
@@ -108,6 +109,7 @@ def test_functions_and_open_rewards_are_rewards_and_every_callback_is_called(pla
     assert [one.measures.keys() for one in measured] == [{Subject(name) for name in own}] * 2
 
 
+@pytest.mark.full
 def test_a_run_with_functions_is_resumed_by_its_program_only(place):
     trainer(place, "resumed", steps=2).train()
     config = place / "runs" / "resumed" / "config.yaml"
@@ -140,6 +142,7 @@ def test_off_the_main_thread(place):
     assert load_file(results[0].lora / "pytorch_lora_weights.safetensors")
 
 
+@pytest.mark.full
 def test_a_run_never_lets_torch_choose_cudnn_attention(place, monkeypatch):
     """In text encoders, denoiser, its backward, rewards and evaluation; whatever ends the run, the flag is restored."""
     allowed = torch.backends.cuda.cudnn_sdp_enabled
@@ -256,6 +259,7 @@ def test_a_hub_id_may_carry_a_revision(monkeypatch, place):
     assert set(asked) == {("org/name", "abc123")}
 
 
+@pytest.mark.full
 def test_the_documentations_examples_run(root, tmp_path, monkeypatch):
     """All code blocks of docs/python.md, in order, in a folder with the demo's assets."""
     monkeypatch.chdir(tmp_path)

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from grpo_formula import plain_formula
-from tiny_run import BRIGHTNESS, all_end, batches_of, ranks, recipe, rows, stored, weights
+from ops_cases import plain_formula
+from ranks import all_end, ranks
+from world import BRIGHTNESS, batches_of, recipe, rows, stored, weights
 
 from prefgrpo import trainer as trainer_module
 from prefgrpo.data.answer import Answer

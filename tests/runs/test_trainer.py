@@ -14,9 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from families import embed, unfuse
-from grpo_formula import plain_formula
-from tiny_run import BRIGHTNESS, collect, computed, rows, targets_of
+from ops_cases import plain_formula
+from world import BRIGHTNESS, collect, computed, embed, rows, targets_of, unfuse
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.ending import TrainingStopped
@@ -320,6 +319,7 @@ def test_updates_that_are_not_made_do_not_delay_the_learning_rate(trainer, kind)
     assert [row["lr"] for row in rows(one.folder.root)] == pytest.approx([0.007, 0.005, 0.003, 0.001])
 
 
+@pytest.mark.full
 def test_a_stop_between_two_updates_of_a_step_saves_no_half_step(trainer):
     over = {"train": {"updates_per_rollout": 4, "steps": 2}, "eval": {"every": 0}, "checkpoint": {"every": 1}}
     over |= {"rollout": {"batch_size": 2}}
@@ -361,6 +361,7 @@ def test_a_step_gathers_objects_twice(trainer, monkeypatch):
     assert found[0]["reward/missing"] > 0 and all(row["judge/requests"] > 0 for row in found)
 
 
+@pytest.mark.full
 def test_garbage_collection_leaves_out_what_exists_before_the_first_step(trainer):
     """Half a million objects of the libraries alone; a closed trainer can be collected, with its model."""
     frozen = []

@@ -22,23 +22,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Hold, all_end, environment, ranks, trained
 from safetensors.torch import load_file
-from tiny_run import (
-    ALONE,
-    BRIGHTNESS,
-    PROMPTS,
-    Hold,
-    all_end,
-    environment,
-    merged,
-    ranks,
-    recipe,
-    rows,
-    trained,
-    weights,
-)
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import FileSystemReader
+from world import ALONE, BRIGHTNESS, PROMPTS, merged, recipe, rows, weights
 
 from prefgrpo.commands import cli
 from prefgrpo.config.loading import from_dict
@@ -161,7 +149,8 @@ WITHIN = {
 """Options, and the ranks that get a signal. Three batches on two ranks: one has a batch less to make."""
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "one" else pytest.mark.full) for c in WITHIN])
+@pytest.mark.full
+@pytest.mark.parametrize("case", WITHIN)
 def test_a_signal_in_a_rollout_stops_all_after_their_batch(place, case):
     """Rank 0 makes its second batch of the first step, or its first of the second, when the signal arrives."""
     over, signalled = WITHIN[case]
@@ -382,6 +371,7 @@ def mesh_groups() -> None:
     os._exit(0)
 
 
+@pytest.mark.full
 def test_collectives_of_a_mesh_have_the_time_limit_of_the_run(place):
     """torch gives the groups of a mesh its own limit, 30 minutes: a process whose peer hangs would wait for so long."""
     all_end(ranks(place / "none.yaml", 4, hook=mesh_groups), 0)

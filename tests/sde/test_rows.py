@@ -8,8 +8,8 @@ of tensors and numbers is a specialisation of its own.
 import itertools
 import math
 
+import ops_cases
 import pytest
-import sde_formulas
 import torch
 from ops_cases import DEVICE, F32, F64, Counted, each_backend, serve
 
@@ -41,7 +41,7 @@ def test_rows_are_the_published_formulas(backend, rule):
     x = torch.tensor([[0.5, -1.2]]).repeat(4, 1)
     v = torch.tensor([[-0.3, 0.8]]).repeat(4, 1)
     levels = {"flow": (eta[:, None], 0.93), "wan": (0.93, 0.01)}.get(rule, (eta[:, None],))
-    formula = getattr(sde_formulas, rule.removesuffix("_normalised"))
+    formula = getattr(ops_cases, rule.removesuffix("_normalised"))
     mean, std, _ = formula(x, v, sigma[:, None], after[:, None], *levels)
     with serve(backend):
         got = sde_rows(rule, *(t.to(DEVICE) for t in (sigma, after, eta)), 0.93, 0.01).cpu().double()

@@ -9,18 +9,18 @@ import re
 from pathlib import Path
 
 import numpy as np
+import ops_cases
 import pytest
-import sde_formulas
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefgrpo.sde.rules import RULES, StepInfo, sde_row
 
-X, V, Z = map(np.array, sde_formulas.INPUTS)
+X, V, Z = map(np.array, ops_cases.INPUTS)
 
 
-@sde_formulas.golden
+@ops_cases.golden
 def test_golden_numbers(case):
     rule, sigma, sigma_next, eta, top, low, mean, std, after, logp = case
     a, b, s, w, c = RULES[rule](StepInfo(sigma, sigma_next, eta, top, low))
@@ -54,7 +54,7 @@ def published(rule, i):
     """(mean, std) of a step by the published equations."""
     levels = {"flow": (i.eta, i.sigma_max), "wan": (i.sigma_max, i.sigma_min)}.get(rule, (i.eta,))
     given = (torch.tensor(value, dtype=torch.float64) for value in (i.sigma, i.sigma_next, *levels))
-    mean, std, _ = getattr(sde_formulas, rule)(X, V, *given)
+    mean, std, _ = getattr(ops_cases, rule)(X, V, *given)
     return mean.numpy(), float(std)
 
 

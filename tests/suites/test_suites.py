@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 import peers
 import pytest
-from judge_server import JudgeServer
 from PIL import Image
-from reward_cases_own import geneval as geneval_options
-from tiny_run import Hold, attempt, ranks, recipe, start, tree
+from ranks import Hold, attempt, ranks, start
+from reward_cases import geneval as geneval_options
+from servers import JudgeServer
+from world import recipe, tree
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.file_names import Generated

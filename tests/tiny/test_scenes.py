@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pair_questions import asker
+from servers import asker
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.local import LocalJudge

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import cache, case_of, conditions, embed, folder, in_files, load, noise
-from tiny_run import ALONE, settings
 from torch import nn
+from world import ALONE, cache, case_of, conditions, embed, folder, in_files, initial_noise, load, settings
 
 from benchmarks.fp8_memory import Live
 from prefgrpo.config.loading import from_dict
@@ -58,7 +57,9 @@ def test_a_share_of_the_blocks_is_recomputed(family):
         for k, block in enumerate(blocks):
             part = next(m for m in block.modules() if isinstance(m, nn.Linear))
             part.register_forward_pre_hook(lambda *_, k=k, count=count: count.update({k: count[k] + 1}))
-        v = adapter.velocity(noise(adapter, sampling), torch.full((2,), 0.9), conditions(adapter, case), sampling)
+        v = adapter.velocity(
+            initial_noise(adapter, sampling), torch.full((2,), 0.9), conditions(adapter, case), sampling
+        )
         v.square().mean().backward()
         grads[share] = {name: p.grad for name, p in adapter.trainable() if p.grad is not None}
         runs[share] = list(count.values())
@@ -331,7 +332,7 @@ def test_a_stored_velocity_has_the_counted_bytes(family, guided):
     case = case_of(family) if guided else case_of(family).unguided()
     adapter = load(case, dtype=torch.bfloat16)
     sampling = case.sampling()
-    v = adapter.velocity(noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling)
+    v = adapter.velocity(initial_noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling)
     values = {"model": "m", "family": family, "data": {"prompts": "p"}, "rollout": {"guidance": case.guidance}}
     assert velocity_bytes(from_dict(values)) == v.element_size() == (4 if guided and family != "flux" else 2)
 

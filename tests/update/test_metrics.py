@@ -7,7 +7,7 @@ tunes the run.
 import numpy as np
 import pytest
 import torch
-from tiny_run import ALONE
+from world import ALONE
 
 from prefgrpo.ops import METRICS
 from prefgrpo.update.metrics import FACTS, policy_metrics

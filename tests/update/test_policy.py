@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from diffusers.optimization import get_scheduler
-from tiny_run import ALONE
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import get_wsd_schedule
+from world import ALONE
 
 from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints, read

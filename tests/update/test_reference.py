@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from judge_server import until
-from tiny_run import BRIGHTNESS, all_end, ranks, recipe, rows, weights
+from ranks import all_end, ranks, until
+from world import BRIGHTNESS, recipe, rows, weights
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.models.base import Adapter
@@ -91,7 +91,7 @@ def forwards(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.full] * (c != "LoRA")) for c in CASES])
 def test_they_run_before_the_last_answer_and_change_no_bit(trainer, monkeypatch, forwards, case):
     """Two forwards per batch of four samples: in the wait if there is one, else in the update."""
     over = {"rollout": {"batch_size": 2}, "eval": {"every": 0}, "checkpoint": {"every": 3}} | CASES[case]
@@ -184,6 +184,7 @@ def test_an_objective_that_trains_on_a_part_of_a_group_waits_for_the_rewards(tra
     one.scorer.finish()
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_processes_that_share_weights_run_equally_many(place):
     """Three prompts on two processes with one copy of the weights: one has a batch of padding. Only a judge is

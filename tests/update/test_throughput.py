@@ -10,9 +10,8 @@ from typing import get_args
 
 import pytest
 import torch
-from families import SIZES, case_of, conditions, load, noise
-from tiny_run import ALONE, rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from world import ALONE, SIZES, case_of, conditions, initial_noise, load, rows
 
 from prefgrpo.config.schema import Attention
 from prefgrpo.models.lora import LoraLinear
@@ -68,7 +67,7 @@ def test_the_count_is_that_of_the_layers(trained):
     adapter.add_lora(4, 8, None, 0) if trained == "lora" else adapter.enable_full()
     sampling = case.sampling(SIZES[1])
     condition = conditions(adapter, case, size=SIZES[1])
-    x = noise(adapter, sampling, 2)
+    x = initial_noise(adapter, sampling, 2)
 
     def forward():
         return adapter.velocity(x, torch.tensor([0.3, 0.5]), condition, sampling)
@@ -114,6 +113,7 @@ def test_the_peak_is_of_a_known_gpu(monkeypatch):
         assert peak(torch.device("cuda", 0)) == flop
 
 
+@pytest.mark.full
 def test_a_run_logs_its_share_of_the_peak_and_computes_the_same(trainer, monkeypatch, capsys):
     """As on a GPU of 1 GFLOP/s in bf16; every other number is that of a run which does not count."""
     over = {"dtype": "bf16", "eval": {"every": 0}, "train": {"steps": 2, "kl_coef": 0.1}}

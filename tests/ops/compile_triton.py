@@ -2,8 +2,11 @@
 types of scalars.
 
 The ops themselves are called, with a driver that names a GPU; each launch compiles its kernel instead of running it.
-Run as a script, in a process without TRITON_INTERPRET: python tests/compile_triton.py ARCH few|all|small|layouts|table;
-small: the ops over samples; layouts: latents that begin anywhere in memory; table prints the kernels of transformer
+Run as a script, in a process without TRITON_INTERPRET:
+
+    python tests/ops/compile_triton.py ARCH few|all|layouts|table
+
+layouts: latents that begin anywhere in memory; table prints the kernels of transformer
 blocks at FLUX's widths as Markdown (docs/benchmarks.md).
 """
 
@@ -24,7 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the package is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where the package is not installed
 
 from prefgrpo.ops import (
     PhiloxNoise,
@@ -243,10 +246,6 @@ def main() -> None:
         return layouts()
     about: dict = {}
     JITFunction.__getitem__ = lambda kernel, grid: partial(compile_instead, kernel, about)
-    if sys.argv[2] == "small":
-        about |= {"numbers": "round", "dtypes": []}
-        small(*NUMBERS["round"])
-        return
     used = [(model, dtypes) for model, many in USED.items() for dtypes in many]
     for model, dtypes in used if sys.argv[2] == "all" else used[:1]:
         about |= {"numbers": "odd" if model == "odd" else "round", "dtypes": [str(d) for d in dtypes], "model": model}

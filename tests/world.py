@@ -1,36 +1,194 @@
-"""Shared by the family tests: the table of families, and sampling with our adapter and with the stock pipeline."""
+"""Everything tiny that the tests run on: media, runs of a random FLUX pipeline, and every model family.
+
+A tiny run has 0.1 M weights, 16×16 pixels and real commands; `ranks` starts it in processes of its own.
+"""
+
+from __future__ import annotations
 
 import functools
 import hashlib
 import importlib
+import json
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock  # a requirement of torch
+import yaml
+from filelock import FileLock
 from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
 
 from prefgrpo import models
 from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import merge as merged
 from prefgrpo.config.schema import SamplingConfig
+from prefgrpo.data.answer import Answer
+from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.condition import Condition, collate
 from prefgrpo.models.wan import NEGATIVE
+from prefgrpo.objectives.base import Targets
+from prefgrpo.parallel.world import World
+from prefgrpo.rewards.base import Question, Reward
+from prefgrpo.rewards.scorer import StepScores
+from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.embeddings import Embeddings, entries_of
-from prefgrpo.rollout.rollout import rollout
+from prefgrpo.rollout.rollout import Trajectory, rollout
 from prefgrpo.rollout.source_images import SourceImages
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
+from prefgrpo.trainer import Trainer
+
+# ---- media: images and clips (`frames` > 0) of 16 frames per second, without files -----------------------------------
+
+
+def grey(level: float, size: int = 32, frames: int = 0) -> Media:
+    """A uniformly grey square."""
+    return Media(
+        np.full((frames, size, size, 3) if frames else (size, size, 3), level, np.uint8), 16.0 if frames else None
+    )
+
+
+def noise(seed: int, high: int = 40, wide: int = 56, frames: int = 0) -> Media:
+    """Independent uniform values."""
+    shape = (frames, high, wide, 3) if frames else (high, wide, 3)
+    return Media(np.random.default_rng(seed).integers(0, 256, shape, np.uint8), 16.0 if frames else None)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+ALONE = World(0, 1, torch.device("cpu"))
+PROMPTS = [f"a red circle number {k}" for k in range(1, 11)]
+BASE: dict[str, Any] = {
+    "dtype": "fp32",
+    "trackers": [],
+    "data": {"max_length": 24},
+    "rollout": {"height": 16, "width": 16, "steps": 3, "prompts_per_step": 2, "group_size": 4, "batch_size": 4},
+    "rewards": "jpeg_compressibility",
+    "train": {"steps": 4, "lora_rank": 4, "lora_alpha": 6, "lr": 1e-2, "clip_range": 1e-5},
+    "eval": {"every": 2, "rewards": "jpeg_incompressibility"},
+    "checkpoint": {"every": 2},
+}
+"""A run of 4 steps of 2 × 4 images; LoRA alpha differs from its rank."""
+
+
+def tiny_world(folder: Path) -> Path:
+    """Writes the tiny pipeline and prompts into `folder` and returns it."""
+    pipelines.make("flux", folder / "flux")
+    (folder / "train.txt").write_text("\n".join(PROMPTS[:7]) + "\n", encoding="utf-8")
+    (folder / "dev.txt").write_text("\n".join(PROMPTS[7:]) + "\n", encoding="utf-8")
+    return folder
+
+
+def settings(place: Path, name: str, **over: Any) -> dict[str, Any]:
+    """The configuration of a run over the tiny pipeline in `place`, with absolute paths."""
+    paths = {
+        "model": str(place / "flux"),
+        "name": name,
+        "output": str(place / "runs"),
+        "data": {"prompts": str(place / "train.txt")},
+        "eval": {"prompts": str(place / "dev.txt")},
+    }
+    return merged(merged(BASE, paths), over)
+
+
+def recipe(place: Path, name: str, **over: Any) -> Path:
+    """Writes `settings` to a YAML file and returns its path."""
+    file = place / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(settings(place, name, **over), allow_unicode=True), encoding="utf-8")
+    return file
+
+
+class Brightness(Reward):
+    """Mean of all pixels."""
+
+    def ask(self, asked: list[Question]) -> list[Answer]:
+        """One score per sample."""
+        samples = [sample for (sample,) in asked]
+        return [Answer(float(s.media.pixels.mean())) for s in samples]
+
+
+BRIGHTNESS = f"{__name__}.Brightness"
+"""The name of `Brightness` in `rewards`."""
+
+
+def collect(loop: Trainer, step: int) -> list[Batch]:
+    """The rollouts of a training step, with every sample passed to the scorer as in the loop."""
+    plan = loop.groups.plan(step)
+    loop.scorer.begin(step, plan.scored)
+    return list(loop.groups.batches(plan, loop.scorer.add))
+
+
+def batches_of(loop: Trainer, step: int) -> list[Batch]:
+    """The same, unscored."""
+    return list(loop.groups.batches(loop.groups.plan(step), lambda group, member, sample: None))
+
+
+def computed(loop: Trainer, scores: StepScores) -> tuple[Targets, dict[str, float]]:
+    """Targets and metrics of the first step, of groups whose images' distances do not matter."""
+    return loop.targets.compute(loop.groups.plan(0), scores, np.zeros(len(scores.samples)))
+
+
+def targets_of(advantage: Tensor) -> Targets:
+    """Targets from advantages alone, without comparisons."""
+    none = advantage.new_zeros(*advantage.shape, advantage.shape[1])
+    return Targets(advantage, none, none, torch.ones_like(advantage, dtype=torch.bool))
+
+
+def stored(trajectory: Batch | Trajectory) -> list[Tensor]:
+    """The final latents, then x, x_next and logp (and v, if stored) of every step."""
+    of_steps = [(s.x, s.x_next, s.logp) + (() if s.v is None else (s.v,)) for s in trajectory.transitions]
+    return [trajectory.latents, *(tensor for step in of_steps for tensor in step)]
+
+
+def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:
+    """Every row of metrics.jsonl, by default without its wall-clock times."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{k: v for k, v in line.items() if not (timeless and k.startswith("time/"))} for line in lines]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """{relative path: content} of every file below a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def hidden(folder: Path) -> list[str]:
+    """Names of the hidden files and folders below a folder, except the .metadata of finished checkpoints."""
+    return [p.name for p in folder.rglob(".*") if p.name != ".metadata"]
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    """{relative path and name of the tensor: bytes} of every safetensors file of a run."""
+    return {
+        f"{file.relative_to(run)} {name}": tensor.float().numpy().tobytes()
+        for file in sorted(run.rglob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def opened(config, world=ALONE):
+    """The adapter of a run, ready to train."""
+    from prefgrpo.parallel.parallelize import parallelize
+    from prefgrpo.run.opening import open_adapter
+
+    adapter = open_adapter(config, world.device, True, world.layout.fsdp or config.fp8_base)
+    parallelize(adapter, config, world)
+    return adapter
+
+
+# ---- families: the table, and sampling with our adapter and with the stock pipeline ----------------------------------
 
 CPU = torch.device("cpu")
-PROMPTS = ["a red cube", "two blue balls on a table"]
+TWO_PROMPTS = ["a red cube", "two blue balls on a table"]
 SIZES = [(32, 32), (32, 64)]
 SOURCES = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (64, 64, 3), dtype=np.uint8)) for i in range(2)]
 SEED = 3
@@ -202,7 +360,7 @@ def in_files(images):
     return SourceImages(tuple(map(str, files)), images[0].height, images[0].width) if images else SourceImages()
 
 
-def conditions(adapter, case, prompts=PROMPTS, size=SIZES[0]):
+def conditions(adapter, case, prompts=TWO_PROMPTS, size=SIZES[0]):
     """A batch; its texts have one length, so those of a family whose texts differ in length are all the first."""
     sources = [in_files(case.images(number, size)) for number in range(len(prompts))]
     if type(adapter).attention_masks != "none":
@@ -242,12 +400,12 @@ def perturb(adapter, scale=0.05):
     return adapter
 
 
-def noise(adapter, sampling, count=2):
+def initial_noise(adapter, sampling, count=2):
     """The initial latents that `draw` uses, for the stock pipeline."""
     return initial_latents(SEED, torch.arange(count), adapter.latent_shape(sampling))
 
 
-def draw(adapter, case, size, steps, prompts=PROMPTS):
+def draw(adapter, case, size, steps, prompts=TWO_PROMPTS):
     """Our images, sampled with the ODE rule."""
     sampling = case.sampling(size, steps)
     schedule = make_schedule(adapter.sigmas(sampling), "ode", 0.0, times=adapter.times(sampling))
@@ -264,7 +422,7 @@ def draw(adapter, case, size, steps, prompts=PROMPTS):
     return torch.cat(images)
 
 
-def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
+def stock_image(pipe, case, x0, size, steps, prompts=TWO_PROMPTS):
     pipe.set_progress_bar_config(disable=True)
     if "solver_order" in pipe.scheduler.config:  # Wan's UniPC as a first-order solver
         first = {"solver_order": 1, "disable_corrector": list(range(steps))}
@@ -319,9 +477,9 @@ def stock_lora(pipe, path):
         pipe.transformer.load_lora_adapter(path, weight_name="pytorch_lora_weights.safetensors")
 
 
-def differs(adapter, pipe, case, size=SIZES[0], steps=2, prompts=PROMPTS):
+def differs(adapter, pipe, case, size=SIZES[0], steps=2, prompts=TWO_PROMPTS):
     """Largest absolute difference between our images and the stock pipeline's."""
-    want = stock_image(pipe, case, noise(adapter, case.sampling(size), len(prompts)), size, steps, prompts)
+    want = stock_image(pipe, case, initial_noise(adapter, case.sampling(size), len(prompts)), size, steps, prompts)
     got = draw(adapter, case, size, steps, prompts)
     assert got.shape == want.shape and want.std() > 0.01
     assert want.shape[-2:] == size, "the tiny VAE has the pipeline's scale"

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import ops_cases
 import peers
-import sde_formulas
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.utils.torch_utils import randn_tensor
@@ -79,7 +79,7 @@ class Case:
     """(x, v, σ, σ') → (μ, s, further outputs by name), all fp64."""
     theirs: Callable[[Any], Callable[..., Any]]
     ours: Callable[..., Any]
-    score_of: Callable[..., Any] = sde_formulas.gaussian
+    score_of: Callable[..., Any] = ops_cases.gaussian
     """(x', μ, s) → log-prob."""
     dtypes: tuple[torch.dtype, torch.dtype] = (F32, F32)
     """Of latents and model output."""
@@ -105,7 +105,7 @@ class Case:
 
 def square(x_next, mean, s):
     """A log-prob that drops the variance."""
-    return sde_formulas.square(x_next, mean)
+    return ops_cases.square(x_next, mean)
 
 
 def without_normalizer(x_next, mean, s):
@@ -123,14 +123,14 @@ def flow_grpo_case(sde_type, eta):
 
     def law(x, v, *sigmas):
         rest = (eta,) if sde_type == "cps" else (eta, scheduler.sigmas[1])
-        mean, s, std = (sde_formulas.cps if sde_type == "cps" else sde_formulas.flow)(x, v, *sigmas, *rest)
+        mean, s, std = (ops_cases.cps if sde_type == "cps" else ops_cases.flow)(x, v, *sigmas, *rest)
         return mean, s, {"std": std, "sqrt_dt": (sigmas[0] - sigmas[1]).sqrt()}
 
     path = "flow_grpo.diffusers_patch.sd3_sde_with_logprob"
     return Case(
         f"flow_grpo {sde_type} {eta}", scheduler.sigmas, call, law,
         lambda patch: peers.module("flow_grpo", path, patch).sde_step_with_logprob,
-        flow_grpo.sde_step_with_logprob, square if sde_type == "cps" else sde_formulas.gaussian,
+        flow_grpo.sde_step_with_logprob, square if sde_type == "cps" else ops_cases.gaussian,
     )  # fmt: skip
 
 
@@ -145,13 +145,13 @@ def verl_case(sde_type, eta, normalizer=True):
 
     def law(x, v, *sigmas):
         rest = (eta, scheduler.sigmas[1]) if sde_type == "sde" else (eta,)
-        formula = {"sde": sde_formulas.flow, "cps": sde_formulas.cps, "dance_sde": sde_formulas.dance}[sde_type]
+        formula = {"sde": ops_cases.flow, "cps": ops_cases.cps, "dance_sde": ops_cases.dance}[sde_type]
         mean, s, std = formula(x, v, *sigmas, *rest)
         return mean, s, {"std": std, "sqrt_dt": (sigmas[0] - sigmas[1]).sqrt().flatten()}
 
     file = "verl_omni/pipelines/schedulers/flow_match_sde.py"
     name = "FlowMatchSDEDiscreteScheduler"
-    score = square if sde_type == "cps" else sde_formulas.gaussian if normalizer else without_normalizer
+    score = square if sde_type == "cps" else ops_cases.gaussian if normalizer else without_normalizer
     return Case(
         f"verl_omni {sde_type} {eta}{'' if normalizer else ' without c'}", scheduler.sigmas, call, law,
         lambda patch: getattr(peers.file_module("verl_omni", file, "verl_sde", patch), name).sample_previous_step,
@@ -169,7 +169,7 @@ def wan_case(determistic):
         return dict(zip(("x'", "logp", "mean", "std", "sqrt_dt"), out, strict=True))
 
     def law(x, v, sigma, after):
-        mean, s, std = sde_formulas.wan(x, v, sigma, after, scheduler.sigmas[1], scheduler.sigmas[-1])
+        mean, s, std = ops_cases.wan(x, v, sigma, after, scheduler.sigmas[1], scheduler.sigmas[-1])
         ode = {"x'": x + (after - sigma) * v} if determistic else {}
         return mean, s, {"std": std, "sqrt_dt": (sigma - after).sqrt()} | ode
 
@@ -192,7 +192,7 @@ def dance_case():
         return dict(zip(("x'", "x0", "logp"), f(v, x, 0.3, sigmas, step, stored, True, True, **more), strict=True))
 
     def law(x, v, sigma, after):
-        mean, s, _ = sde_formulas.dance(x, v, sigma, after, 0.3)
+        mean, s, _ = ops_cases.dance(x, v, sigma, after, 0.3)
         return mean, s, {"x0": x0(x, v, sigma)}
 
     file, module = "fastvideo/train_grpo_flux.py", "fastvideo.train_grpo_flux"
@@ -214,7 +214,7 @@ def pref_case(kind, dtype):
 
     def law(x, v, sigma, after):
         rest = (eta, sigmas[1]) if kind == "flow" else (eta,)
-        mean, s, _ = getattr(sde_formulas, kind)(x, v, sigma, after, *rest)
+        mean, s, _ = getattr(ops_cases, kind)(x, v, sigma, after, *rest)
         sign = 1 if kind == "flow" else -1
         return mean, s, {"x0": x0(x, v, sigma), "dt": sign * (after - sigma)}
 
@@ -240,16 +240,16 @@ def factory_case(dynamics, dtype):
         if dynamics == "ODE":
             mean, s, std = x.double() + (after - sigma) * v.double(), 0 * sigma, 0 * sigma
         elif dynamics == "Flow-SDE":
-            mean, s, std = sde_formulas.flow(x, v, sigma, after, 0.6, scheduler.sigmas[1])
+            mean, s, std = ops_cases.flow(x, v, sigma, after, 0.6, scheduler.sigmas[1])
         else:
-            mean, s, std = (sde_formulas.cps if dynamics == "CPS" else sde_formulas.dance)(x, v, sigma, after, 0.6)
+            mean, s, std = (ops_cases.cps if dynamics == "CPS" else ops_cases.dance)(x, v, sigma, after, 0.6)
         return mean, s, {"std": 0 * sigma + 0.6 if dynamics == "Dance-SDE" else std, "dt": after - sigma}
 
     path = "flow_factory.scheduler.flow_match_euler_discrete"
     return Case(
         f"flow_factory {dynamics} {str(dtype)[6:]}", scheduler.sigmas, call, law,
         lambda patch: peers.module("flow_factory", path, patch).FlowMatchEulerDiscreteSDEScheduler.step,
-        flow_factory.step, square if dynamics == "CPS" else sde_formulas.gaussian, dtypes=(dtype, dtype),
+        flow_factory.step, square if dynamics == "CPS" else ops_cases.gaussian, dtypes=(dtype, dtype),
         rounded=None if dynamics == "ODE" else dtype,
     )  # fmt: skip
 

@@ -1,6 +1,8 @@
 """What the peers' functions return at fixed inputs, so that our results are compared with theirs without their code.
 
-    PREFGRPO_PEERS=FOLDER python tests/stored_peers.py      # writes data/peers.json again: checkouts as in docs/ops.md
+    PREFGRPO_PEERS=FOLDER PYTHONPATH=.:tests python -m tests.integrations.stored_peers
+
+writes data/peers.json again; the checkouts are those of docs/ops.md.
 
 Only numbers are stored. Inputs and noise are sines of a formula, the same on every machine.
 """
@@ -8,20 +10,22 @@ Only numbers are stored. Inputs and noise are sines of a formula, the same on ev
 import ast
 import contextlib
 import json
+import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-import doc_drop_ins
 import peers
 import pytest
 import torch
 from diffusers.utils.torch_utils import randn_tensor
-from integration_cases import BF16, CASES, FACTORY_CALLS, FactoryScheduler, FactoryUniPC, T, euler
 
 from prefgrpo.integrations import flow_factory, verl_omni
+from tests.integrations.cases import BF16, CASES, FACTORY_CALLS, FactoryScheduler, FactoryUniPC, T, euler
 
-FILE = Path(__file__).parent / "data" / "peers.json"
+ROOT = Path(__file__).resolve().parents[2]
+DOC = ROOT / "docs" / "ops.md"
+FILE = ROOT / "tests" / "data" / "peers.json"
 SHAPE = (2, 2, 1, 1, 2)
 
 
@@ -186,14 +190,34 @@ def their_mix_grpo(monkeypatch):
     return made
 
 
+# ---- what docs/ops.md writes on the public ops, with the peers' signatures -------------------------------------------
+
+
+def block(title):
+    """What the Python block that begins with the comment `title` defines."""
+    (code,) = [b for b in re.findall(r"^```python\n(.*?)^```", DOC.read_text(), re.S | re.M) if b.startswith(title)]
+    names = {}
+    exec(compile(code, DOC, "exec"), names)
+    return SimpleNamespace(**names)
+
+
+def unirl(rule, *args, **options):
+    """UniRL's `denoise` of the strategy of this name."""
+    return block("# UniRL").denoise(SimpleNamespace(canonical_name=rule), *args, **options)
+
+
+mix_grpo = block("# MixGRPO")
+"""MixGRPO's steps."""
+
+
 ENTRIES = {case.name: (case.ours, case.theirs, of_case(case)) for case in CASES}
 ENTRIES |= {
     f"flow_factory, {name}": (flow_factory.step, their_scheduler, of_factory_call(call))
     for name, call in FACTORY_CALLS.items()
 }
-ENTRIES |= {f"UniRL {rule}": (doc_drop_ins.unirl, their_unirl, of_unirl(rule)) for rule in ("flow", "cps", "dance")}
+ENTRIES |= {f"UniRL {rule}": (unirl, their_unirl, of_unirl(rule)) for rule in ("flow", "cps", "dance")}
 ENTRIES["flow_factory UniPC"] = (flow_factory.unipc_step, their_unipc, of_unipc)
-ENTRIES["MixGRPO"] = (doc_drop_ins.mix_grpo, their_mix_grpo, of_mix_grpo)
+ENTRIES["MixGRPO"] = (mix_grpo, their_mix_grpo, of_mix_grpo)
 ENTRIES["verl_omni loss"] = (verl_omni.clipped_loss, their_loss, of_loss)
 """Name → (our function, (monkeypatch) → the peer's, (function) → named results)."""
 

@@ -1,8 +1,6 @@
-"""A real HTTP server with the OpenAI chat API that caches media by id like vLLM and injects faults on request.
+"""Servers of the tests, over real sockets: a judge that injects faults on request, and servers of rewards.
 
-It decodes the images it receives and answers from their brightness (of two it prefers the brighter, unless the caption
-asks for a plain black one), so a swapped, stale or re-encoded image changes the answer; `answer` overrides this.
-In a thread: `with JudgeServer(...) as s`. As a process that can be killed: `python judge_server.py --port N`.
+In a thread: `with JudgeServer(...) as s`; as a process that can be killed: `python servers.py --port N`.
 """
 
 from __future__ import annotations
@@ -11,27 +9,45 @@ import argparse
 import asyncio
 import base64
 import contextlib
+import email.policy
 import functools
 import io
 import json
 import math
 import os
 import random
-import secrets
-import socket
+import re
+import signal
 import ssl
+import subprocess
+import sys
 import time
+import urllib.error
+import urllib.request
 import zlib
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
 from aiohttp import web
 from PIL import Image
+from ranks import free_port, until
 
-from prefgrpo.judge.event_loop import LoopThread
+from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.data.answer import Answer
+from prefgrpo.data.media import Media
+from prefgrpo.judge.client import Judge, open_judge
+from prefgrpo.judge.event_loop import LoopThread, loop_thread
+from prefgrpo.judge.template import SHOWN, PairTemplates, Shown, load_pair_templates
+from prefgrpo.rewards.base import Question, Reward, Sample
+from prefgrpo.rewards.remote import CONTENT_TYPE
+from prefgrpo.rewards.serve import RewardServer, read_samples
+
+# ---- a judge ---------------------------------------------------------------------------------------------------------
 
 MODEL = "bright-judge"
 STATUSES = {"400": "At most 1 image(s) may be provided in one prompt.", "403": "not for you", "404": "no such path",
@@ -377,20 +393,231 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
     return web.json_response({"error": error}, status=status, headers=headers)
 
 
-def until(done: Callable[[], object], seconds: float = 30) -> None:
-    """Poll until `done()` is true; fails after `seconds`."""
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
+# ---- its answers to every shipped template ---------------------------------------------------------------------------
+
+
+def split_yes_no(p: float) -> dict[str, float]:
+    """Token probabilities with P(Yes) = p, split over several spellings, among other words."""
+    p = min(max(p, 0.001), 0.999)
+    yes, no = 0.9 * p, 0.9 * (1 - p)
+    return {"Yes": 0.6 * yes, " yes": 0.3 * yes, "YES": 0.1 * yes, "No": 0.7 * no, " no": 0.3 * no, "Well": 0.1}
+
+
+def speak(b: list[float], text: str) -> str | dict[str, float]:
+    """The answer to any shipped template; `b`: brightness of each image in [0, 1]."""
+    half = len(b) // 2
+    kind = "Video" if "Video 1" in text else "Image"
+    first = (float(np.mean(b[:half] or [0])) > float(np.mean(b[half:]))) != ("plain black" in text)
+    winner = f"{kind} {1 if first else 2}"
+    other = f"{kind} {2 if first else 1}"
+    if "Alignment Score (1-5)" in text:
+        lines = {"Alignment": 1 + 4 * b[0], "Coherence": 1 + 2 * b[0], "**Style": 5 - 4 * b[0]}
+        return "\n".join(f"{name} Score (1-5): {value:.2f}" for name, value in lines.items()) + "**"
+    if "Final Score:" in text:
+        return f"It shows {b[0]:.2f} of it.\nFinal Score: {1 + 4 * b[0]:.2f}"
+    if "<Score>" in text:
+        return f"<Score>{1 + round(4 * b[0])}</Score>"
+    if "[success, restraint]" in text:
+        return f'{{"reasoning": "ok", "score": [{25 * b[-1]:.3f}, {25 * b[0]:.3f}]}}'
+    if "[naturalness, artefacts]" in text:
+        return f'```json\n{{"reasoning": "ok", "score": [{25 * b[0]:.3f}, {25 - 25 * b[0]:.3f}]}}\n```'
+    if "cat_winner" in text:
+        names = re.findall(r'"(\w+)" \(', text)
+        verdicts = [winner, other, "tie"]
+        listed = ", ".join(f'{{"name": "{n}", "cat_winner": "{v}"}}' for n, v in zip(names, verdicts, strict=True))
+        return f'{{"categories": [{listed}, {{"name": "Mood", "cat_winner": "{winner}"}}], "winner": "{winner}"}}'
+    if "</answer>" in text:
+        return f"<think>{kind} 1 is {b[0]:.2f}, {other} is better lit.</think>\n<answer>{winner} is better</answer>"
+    if "Edited image 1 is better" in text:
+        near = abs(b[-2] - b[0]) < abs(b[-1] - b[0])
+        return f"Weighing both, {'first' if near else 'second'}.\nEdited image {1 if near else 2} is better."
+    if "Yes or No" in text:
+        if "Theme:" in text:
+            scale = 0.5 if "Criterion: strict" in text else 1.0
+            return split_yes_no(scale * (1 - abs(b[0] - b[1])))
+        return split_yes_no(1 - abs(b[0] - b[-1]) if "everything else consistent" in text else b[-1])
+    if "<score>[1, 0]</score>" in text:
+        points = re.findall(r"^\d+\. ", text, re.M)
+        return (
+            f"<analysis>['a', 'b']</analysis>\n<score>{[int(b[0] > 0.2 * (k + 1)) for k in range(len(points))]}</score>"
+        )
+    if "single word" in text:
+        return {"two": 0.7 * b[0] + 0.1, "Yes": 0.2 - 0.15 * b[0], "no": 0.05}
+    raise AssertionError(f"no answer for {text[:200]}")
+
+
+def judge(server: JudgeServer, **changes: Any) -> dict[str, Any]:
+    """The `judge` section of a recipe, as a mapping."""
+    return {"endpoints": [server.url], "image_format": "png", "timeout_s": 10.0} | changes
+
+
+# ---- questions to it -------------------------------------------------------------------------------------------------
+
+
+class Asker(NamedTuple):
+    """A judge and the templates of the question."""
+
+    judge: Judge
+    templates: PairTemplates
+
+    def submit(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Future[Answer]:
+        """Ask about one pair without waiting."""
+        return loop_thread().submit(self.judge.ask(self.templates.query(prompt, first, second, source)))
+
+    def judge_group(
+        self, prompt: str, media: Sequence[Media], pairs: Sequence[tuple[int, int]], source: Sequence[Media] = ()
+    ) -> list[Answer]:
+        """Ask about pairs of `media`, and wait for the answers."""
+        return self.judge.ask_all([self.templates.query(prompt, media[i], media[j], source) for i, j in pairs])
+
+
+def asker(judge: Judge | JudgeConfig, template: str = "compare", shown: Shown = SHOWN) -> Asker:
+    """An open judge, or that of a config, with a template."""
+    return Asker(open_judge(judge), load_pair_templates(template, shown=shown))
+
+
+# ---- servers of rewards ----------------------------------------------------------------------------------------------
+
+TESTS = Path(__file__).resolve().parent
+MOODY = "servers:Moody"
+
+
+class Moody(Reward):
+    """Mean brightness, or the failure that the prompt names; `parts.batch` is the number of samples in the call.
+
+    A prompt "until FILE" is scored only once that file exists; the option `load_until` delays loading likewise.
+    """
+
+    takes = ("image", "video")
+
+    def __init__(self, load_until: str = "", load_error: str = "", value: float = 1.0) -> None:
+        wait_for(load_until)
+        if load_error:
+            raise ImportError(load_error)
+        self.value = value
+
+    def ask(self, asked: list[Question]) -> list[Answer]:
+        samples = [sample for (sample,) in asked]
+        return [self._one(s, len(samples)) for s in samples]
+
+    def _one(self, sample: Sample, batch: int) -> Answer:
+        if "raise" in sample.prompt:
+            raise RuntimeError("out of memory")
+        if sample.prompt.startswith("until "):
+            wait_for(sample.prompt.split()[1])
+        if "hang" in sample.prompt:
+            time.sleep(60)
+        if "nan" in sample.prompt:
+            return Answer(float("nan"), parts={"half": float("inf")})
+        if "missing" in sample.prompt:
+            return Answer(None, "nothing to see")
+        return Answer(self.value * brightness(sample), parts={"batch": float(batch)})
+
+
+def wait_for(file: str) -> None:
+    while file and not Path(file).exists():
         time.sleep(0.01)
 
 
-def free_port() -> int:
-    """A TCP port that is free now, below the range from which the system gives other tests' servers theirs."""
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port := 20000 + secrets.randbelow(12000)))
-            return port
+def brightness(sample: Sample) -> float:
+    return float(sample.media.pixels.astype(np.float64).mean() / 255)
+
+
+def parts_of(raw: bytes) -> tuple[str, list[bytes]]:
+    """(field `sample`, files) of a form, read by the standard library."""
+    form = email.message_from_bytes(f"Content-Type: {CONTENT_TYPE}\r\n\r\n".encode() + raw, policy=email.policy.HTTP)
+    first, *files = [part.get_payload(decode=True) for part in form.iter_parts()]
+    return first.decode(), files
+
+
+class Process:
+    """`prefgrpo reward serve` in a separate process; `options` are its command-line arguments."""
+
+    def __init__(self, name: str, *options: str, port: int = 0, ready: bool = True, log: Path | None = None) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = [sys.executable, "-m", "prefgrpo.rewards.serve", name, "--port", str(self.port), *options]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+        out: Any = log.open("w") if log else subprocess.DEVNULL
+        self.child = subprocess.Popen(command, env=env, stdout=out, stderr=out)
+        if ready:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        until(lambda: self.child.poll() is not None or self.health() == 200, 600)
+        assert self.child.poll() is None, "the reward server did not start"
+
+    def health(self) -> int:
+        """HTTP status of /health, 0 if there is no answer."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=600) as reply:
+                return int(reply.status)
+        except urllib.error.HTTPError as error:
+            return int(error.code)
+        except OSError:
+            return 0
+
+    def counts(self) -> dict[str, Any]:
+        """The counters in /health: queued, batches, samples."""
+        with urllib.request.urlopen(f"{self.url}/health", timeout=600) as reply:
+            return dict(json.loads(reply.read()))
+
+    def wait_for(self, key: str, value: int) -> None:
+        """Wait until the counter `key` is at least `value`."""
+        until(lambda: self.counts()[key] >= value, 60)
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.wait()
+
+    def stop(self) -> int:
+        self.child.send_signal(signal.SIGTERM)
+        return self.child.wait(600)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+@contextlib.contextmanager
+def serving(name: str, options: dict[str, Any]) -> Iterator[str]:
+    """Runs the real server in a thread and yields its address once ready; faster than a process per reward."""
+    thread = LoopThread()
+    runner = web.AppRunner(RewardServer(name, options).app(), shutdown_timeout=1.0)
+
+    async def listen() -> int:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return int(runner.addresses[0][1])
+
+    try:
+        yield f"http://127.0.0.1:{thread.submit(listen()).result(60)}"
+    finally:
+        thread.submit(runner.cleanup()).result(60)
+        thread.close()
+
+
+class Stub(JudgeServer):
+    """A reward server with the faults of `JudgeServer`."""
+
+    def add_routes(self, app: web.Application) -> None:
+        app.router.add_post("/score", self._chat)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        reply = await super()._health(request)
+        return web.json_response({"name": MOODY}, status=reply.status)
+
+    async def parse(self, request: web.Request, raw: bytes) -> Any:
+        return parts_of(raw)
+
+    def _answer(self, body: Any) -> web.Response:
+        return web.json_response(Answer(brightness(*read_samples(*body, MOODY))).row())
+
+
+# ---- as a process ----------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

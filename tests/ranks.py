@@ -1,4 +1,4 @@
-"""Tiny real runs for the trainer tests: a random FLUX pipeline with 0.1 M weights, 16×16 pixels, real commands.
+"""Processes of the tests: `prefgrpo` commands in forked processes, alone or as ranks, held, killed and resumed.
 
 `start` runs `prefgrpo …` in a process forked from a server that has everything imported, so that a run that is killed,
 resumed or split over ranks starts in a fraction of a second. A test that kills or interrupts a run passes a `Hold`: the
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import multiprocessing
 import os
 import pkgutil
+import secrets
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -24,81 +25,25 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
-import torch
-import yaml
-from safetensors.torch import load_file
-from torch import Tensor
 
-from prefgrpo.config.recipe import merge as merged
-from prefgrpo.data.answer import Answer
-from prefgrpo.models import blocks
-from prefgrpo.objectives.base import Targets
-from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import Question, Reward
-from prefgrpo.rewards.scorer import StepScores
-from prefgrpo.rollout.batch import Batch
-from prefgrpo.rollout.rollout import Trajectory
-from prefgrpo.tiny import pipelines
-from prefgrpo.trainer import Trainer
+def until(done: Callable[[], object], seconds: float = 30) -> None:
+    """Poll until `done()` is true; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def free_port() -> int:
+    """A TCP port that is free now, below the range from which the system gives other tests' servers theirs."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port := 20000 + secrets.randbelow(12000)))
+            return port
+
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tiny_warm"])
-
-ALONE = World(0, 1, torch.device("cpu"))
-PROMPTS = [f"a red circle number {k}" for k in range(1, 11)]
-
-BASE: dict[str, Any] = {
-    "dtype": "fp32",
-    "trackers": [],
-    "data": {"max_length": 24},
-    "rollout": {"height": 16, "width": 16, "steps": 3, "prompts_per_step": 2, "group_size": 4, "batch_size": 4},
-    "rewards": "jpeg_compressibility",
-    "train": {"steps": 4, "lora_rank": 4, "lora_alpha": 6, "lr": 1e-2, "clip_range": 1e-5},
-    "eval": {"every": 2, "rewards": "jpeg_incompressibility"},
-    "checkpoint": {"every": 2},
-}
-"""A run of 4 steps of 2 × 4 images; LoRA alpha differs from its rank."""
-
-
-def world(folder: Path) -> Path:
-    """Writes the tiny pipeline and prompts into `folder` and returns it."""
-    pipelines.make("flux", folder / "flux")
-    (folder / "train.txt").write_text("\n".join(PROMPTS[:7]) + "\n", encoding="utf-8")
-    (folder / "dev.txt").write_text("\n".join(PROMPTS[7:]) + "\n", encoding="utf-8")
-    return folder
-
-
-def settings(place: Path, name: str, **over: Any) -> dict[str, Any]:
-    """The configuration of a run over the tiny pipeline in `place`, with absolute paths."""
-    paths = {
-        "model": str(place / "flux"),
-        "name": name,
-        "output": str(place / "runs"),
-        "data": {"prompts": str(place / "train.txt")},
-        "eval": {"prompts": str(place / "dev.txt")},
-    }
-    return merged(merged(BASE, paths), over)
-
-
-def recipe(place: Path, name: str, **over: Any) -> Path:
-    """Writes `settings` to a YAML file and returns its path."""
-    file = place / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(settings(place, name, **over), allow_unicode=True), encoding="utf-8")
-    return file
-
-
-class Brightness(Reward):
-    """Mean of all pixels."""
-
-    def ask(self, asked: list[Question]) -> list[Answer]:
-        """One score per sample."""
-        samples = [sample for (sample,) in asked]
-        return [Answer(float(s.media.pixels.mean())) for s in samples]
-
-
-BRIGHTNESS = f"{__name__}.Brightness"
-"""The name of `Brightness` in `rewards`."""
 
 
 @dataclass(frozen=True)
@@ -245,60 +190,6 @@ def environment(**env: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **env}
 
 
-def collect(loop: Trainer, step: int) -> list[Batch]:
-    """The rollouts of a training step, with every sample passed to the scorer as in the loop."""
-    plan = loop.groups.plan(step)
-    loop.scorer.begin(step, plan.scored)
-    return list(loop.groups.batches(plan, loop.scorer.add))
-
-
-def batches_of(loop: Trainer, step: int) -> list[Batch]:
-    """The same, unscored."""
-    return list(loop.groups.batches(loop.groups.plan(step), lambda group, member, sample: None))
-
-
-def computed(loop: Trainer, scores: StepScores) -> tuple[Targets, dict[str, float]]:
-    """Targets and metrics of the first step, of groups whose images' distances do not matter."""
-    return loop.targets.compute(loop.groups.plan(0), scores, np.zeros(len(scores.samples)))
-
-
-def targets_of(advantage: Tensor) -> Targets:
-    """Targets from advantages alone, without comparisons."""
-    none = advantage.new_zeros(*advantage.shape, advantage.shape[1])
-    return Targets(advantage, none, none, torch.ones_like(advantage, dtype=torch.bool))
-
-
-def stored(trajectory: Batch | Trajectory) -> list[Tensor]:
-    """The final latents, then x, x_next and logp (and v, if stored) of every step."""
-    of_steps = [(s.x, s.x_next, s.logp) + (() if s.v is None else (s.v,)) for s in trajectory.transitions]
-    return [trajectory.latents, *(tensor for step in of_steps for tensor in step)]
-
-
-def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:
-    """Every row of metrics.jsonl, by default without its wall-clock times."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{k: v for k, v in line.items() if not (timeless and k.startswith("time/"))} for line in lines]
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """{relative path: content} of every file below a folder."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def hidden(folder: Path) -> list[str]:
-    """Names of the hidden files and folders below a folder, except the .metadata of finished checkpoints."""
-    return [p.name for p in folder.rglob(".*") if p.name != ".metadata"]
-
-
-def weights(run: Path) -> dict[str, bytes]:
-    """{relative path and name of the tensor: bytes} of every safetensors file of a run."""
-    return {
-        f"{file.relative_to(run)} {name}": tensor.float().numpy().tobytes()
-        for file in sorted(run.rglob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
-
-
 def ranks(
     recipe_file: Path,
     size: int,
@@ -321,8 +212,6 @@ def start_ranks(
     **env: str,
 ) -> list[Run]:
     """Start `prefgrpo argv` on `size` ranks as torchrun would; rank k prints to `log` with the suffix .rank{k}.log."""
-    from judge_server import free_port  # not above: started processes need no aiohttp
-
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | env
     own = [shared | {"RANK": str(k), "LOCAL_RANK": str(k)} for k in range(size)]
     logs = [log.with_suffix(f".rank{k}.log") for k in range(size)]
@@ -340,17 +229,9 @@ def all_end(runs: list[Run], code: int = 0, seconds: float = 180.0) -> list[str]
     return [r.output for r in runs]
 
 
-def opened(config, world=ALONE):
-    """The adapter of a run, ready to train."""
-    from prefgrpo.parallel.parallelize import parallelize
-    from prefgrpo.run.opening import open_adapter
-
-    adapter = open_adapter(config, world.device, True, world.layout.fsdp or config.fp8_base)
-    parallelize(adapter, config, world)
-    return adapter
-
-
 def fuse_on_cpu():
     """Runs in a new process before the command: blocks are fused without a GPU, where the ops run their references."""
+    from prefgrpo.models import blocks
+
     blocks.FUSED_ON = ("cpu",)
     warnings.filterwarnings("error", message=".*runs as in diffusers")
