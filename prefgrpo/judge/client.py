@@ -72,8 +72,8 @@ class Judge(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
-    """A question whose media are encoded. Holds no Media: the traceback of a failure would keep them alive."""
+class EncodedQuery:
+    """A question whose media are encoded. It holds no Media: the traceback of a failure would keep them alive."""
 
     template: Template
     texts: Mapping[str, str]
@@ -97,35 +97,34 @@ class Server:
     """One server of an HttpJudge: how it reads texts, and which media it holds."""
 
     def __init__(self, endpoint: Endpoint, path: str) -> None:
-        """path: what precedes /chat/completions."""
+        """path: what precedes /models."""
         self.endpoint = endpoint
-        self.path = path
+        self.models = path + "/models"
+        self.chat = path + "/chat/completions"
         self.special = KNOWN
         """Finds the special tokens of its model."""
         self.ids = MediaIds()
         self.spaces: dict[Template, asyncio.Future[int | None]] = {}
         """Template → token that it must write between the prefill and the label."""
 
-    async def ask(self, model: str, question: Question, timeout_s: float) -> Answer:
+    async def ask(self, model: str, question: EncodedQuery, timeout_s: float) -> Answer:
         """The answer to one request. Raises Failure, or Unreadable for a reply that is no chat completion."""
         template = question.template
         if reason := refusal(self.special, template.parts(question.texts)):
             raise Failure(reason, Kind.GIVE_UP)
         space = await self._space(model, template, timeout_s)
-        path = self.path + "/chat/completions"
         try:
             async with self.ids.sending({*question.media, *question.source}) as carried:
-                reply = await self.endpoint.post(path, question.body(model, carried, space), timeout_s)
+                reply = await self.endpoint.post(self.chat, question.body(model, carried, space), timeout_s)
         except NotHeld:
-            reply = await self.endpoint.post(path, question.body(model, None, space), timeout_s)
+            reply = await self.endpoint.post(self.chat, question.body(model, None, space), timeout_s)
         return read(template, first_choice(self.endpoint.url, reply), space is not None)
 
     async def _space(self, model: str, template: Template, timeout_s: float) -> int | None:
         """`missing_space`, determined once per template."""
         known = self.spaces.get(template)
         if known is None or (known.done() and known.exception()):
-            path = self.path + "/chat/completions"
-            known = asyncio.ensure_future(missing_space(self.endpoint, path, model, template, timeout_s))
+            known = asyncio.ensure_future(missing_space(self.endpoint, self.chat, model, template, timeout_s))
             self.spaces[template] = known
         return await asyncio.shield(known)
 
@@ -200,15 +199,15 @@ class HttpJudge(Judge):
             asked[key] = asyncio.ensure_future(self._request(question))
         return await asyncio.shield(asked[key])
 
-    async def _encoded(self, query: Query) -> Question:
+    async def _encoded(self, query: Query) -> EncodedQuery:
         """The question as the servers get it. Raises EncodeError."""
         template = query.template
         how = (self.config.image_format, template.frames, template.max_pixels)
         media = [await self.encodings.get(medium, *how) for medium in query.media]
         source = [await self.encodings.get(medium, *how) for medium in query.source] if template.takes_source else []
-        return Question(template, query.texts, media, source)
+        return EncodedQuery(template, query.texts, media, source)
 
-    async def _request(self, question: Question) -> Answer:
+    async def _request(self, question: EncodedQuery) -> Answer:
         """Send a question to the best server, until it is answered or given up."""
         start = time.monotonic()
         timeout_s = self.config.timeout_s or question.template.timeout_s
@@ -228,15 +227,15 @@ class HttpJudge(Judge):
         status, _ = await endpoint.get("/health")
         if status >= 500:  # not every server implements it
             raise Starting(f"/health answered {status}")
-        path = server.path + "/models"
-        status, raw = await endpoint.get(path)
+        status, raw = await endpoint.get(server.models)
         if status >= 500:
-            raise Starting(f"{path} answered {status}")
+            raise Starting(f"{server.models} answered {status}")
         served = _models(raw) if status == 200 else []
         refused = status in (401, 403)
         if refused or not (served or self.config.model):
             key = "; is api_key_env the environment variable of its key?" if refused else ""
-            return f"lists no model: {path} answered {status}{key}; expected an OpenAI-compatible server or judge.model"
+            found = f"{server.models} answered {status}{key}"
+            return f"lists no model: {found}; expected an OpenAI-compatible server or judge.model"
         if not self.model and len(served) > 1:
             return f"serves several models ({', '.join(served)}); set the judge's model to one of them"
         model = self.model or served[0]
@@ -282,7 +281,7 @@ def open_judge(
 
 
 def _api_path(url: str) -> str:
-    """What precedes /chat/completions: /v1, unless the address has a path of its own, which ends otherwise."""
+    """What precedes /models and /chat/completions: /v1, unless the address has a path of its own, which ends otherwise."""
     path = urlsplit(url).path
     return "/v1" if not path or path.endswith("/v1") else ""
 

@@ -10,7 +10,7 @@ import pytest
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.metric import Metric
-from prefgrpo.rewards.scorer import judge_metrics
+from prefgrpo.rewards.log import judge_metrics
 from prefgrpo.run.targets import (
     RewardsMissing,
     check_missing,
