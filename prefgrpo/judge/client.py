@@ -281,7 +281,7 @@ def open_judge(
 
 
 def _api_path(url: str) -> str:
-    """What precedes /models and /chat/completions: /v1, unless the address has a path of its own, which ends otherwise."""
+    """What precedes /models: /v1, unless the address has a path of its own, which ends otherwise."""
     path = urlsplit(url).path
     return "/v1" if not path or path.endswith("/v1") else ""
 
