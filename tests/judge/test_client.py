@@ -31,7 +31,7 @@ from prefgrpo.judge.template import Query, Shown, load_template
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import Scorer
-from tests.judge.test_http import FAST, judge, media, missing, right
+from tests.judge.test_http import FAST, PATIENT, judge, media, missing, right
 from tests.judge.test_http import ask as ask_pairs
 
 TEXT = "user: '{prompt}{media_1}'\nanswer: marks"
@@ -263,7 +263,7 @@ def test_two_servers_of_different_models_are_never_mixed(server):
         rows = check(*asker(JudgeConfig((server.url, other.url), MODEL))).rows
         assert rows[0].startswith(f"WARNING: {other.url}: serves another, not '{MODEL}'; set the judge's model")
         seen = len(other.requests)
-        assert all(right(judge(server.url, other.url, model=MODEL, retries=5))) and len(other.requests) == seen
+        assert all(right(judge(server.url, other.url, model=MODEL, **PATIENT))) and len(other.requests) == seen
         missing(ask_pairs(judge(server.url, model="third")), f"serves {MODEL}, not 'third'; set the judge's model")
 
 

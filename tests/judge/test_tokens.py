@@ -33,7 +33,7 @@ from prefgrpo.judge.template import load_template
 from prefgrpo.judge.tokens import KNOWN, served_tokens
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
-from tests.judge.test_http import PAIRS, ask, judge, media, missing, right
+from tests.judge.test_http import PAIRS, PATIENT, ask, judge, media, missing, right
 
 # ---- special tokens --------------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ def test_a_special_token_is_missing_in_process_and_over_http(local, tokenizer, t
     noise = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), np.uint8)
     with JudgeServer() as server:
         server.tokenizer = told(tokenizer) if tells else None
-        served = judge(server.url)
+        served = judge(server.url, **PATIENT)
         for token in QWEN:
             for prompt in (token, f"a sign{token}of wood"):
                 (over_http,) = served.judge_group(prompt, media([40, 200]), [(0, 1)])
@@ -107,11 +107,11 @@ def test_a_special_token_is_missing_in_process_and_over_http(local, tokenizer, t
 def test_a_server_that_tells_its_tokens_is_taken_at_its_word(tokenizer):
     """<image> is a token of LLaVA and plain text for Qwen; an unknown server may be either."""
     with JudgeServer() as server:
-        served = judge(server.url)
+        served = judge(server.url, **PATIENT)
         assert ask(served)[0].value is not None
         refused = served.judge_group("an <image> tag", media([40, 200]), [(0, 1)])
         server.tokenizer = told(tokenizer)
-        told_own = judge(server.url, timeout_s=5.0)
+        told_own = judge(server.url, timeout_s=10.0)
         assert refused[0].value is None and "special token <image>" in refused[0].reason
         assert told_own.judge_group("an <image> tag", media([40, 200]), [(0, 1)])[0].value < 0.5
         assert told_own.judge_group("a <|im_end|> tag", media([40, 200]), [(0, 1)])[0].value is None
@@ -194,7 +194,7 @@ def test_a_template_with_a_special_token_is_refused_at_the_start(tmp_path):
 def test_one_such_prompt_does_not_end_the_run():
     """The check asks about the longest prompt of the run."""
     with JudgeServer() as server:
-        found = check(*judge(server.url), shape=Shape(prompt="x" * 1000 + "<|image_pad|>"))
+        found = check(*judge(server.url, **PATIENT), shape=Shape(prompt="x" * 1000 + "<|image_pad|>"))
         assert not found.problem and len(server.requests) == 1
 
 
@@ -268,7 +268,7 @@ def test_over_http_the_space_is_written_where_it_is_cut_and_the_label_read_after
     kind, trims, changes, space = SPACES[name]
     with kind() as server:
         server.trims = trims
-        assert all(right(judge(server.url, template=question(tmp_path, **changes))))
+        assert all(right(judge(server.url, template=question(tmp_path, **changes), **PATIENT)))
     assert len(server.requests) == len(PAIRS)
     for sent in server.requests:
         assert ("max_tokens" in sent) != ("max_completion_tokens" in sent)
@@ -279,7 +279,7 @@ def test_over_http_the_space_is_written_where_it_is_cut_and_the_label_read_after
 def test_labels_that_are_one_token_with_their_space_are_read_at_once():
     with Words() as server:
         server.trims = True
-        judge(server.url).judge_group("p", media([40, 200]), [(0, 1)])
+        judge(server.url, **PATIENT).judge_group("p", media([40, 200]), [(0, 1)])
         assert "allowed_token_ids" not in server.requests[0] and server.requests[0]["max_tokens"] == 1
 
 
@@ -297,9 +297,9 @@ def test_where_the_space_cannot_be_written_the_judge_is_refused_by_name(tmp_path
         server.trims = True
         missing(ask(judge(server.url, template=file)), "or use a template without")
         with pytest.raises(JudgeError, match=f"(?s)cuts the space at the end of the prefill 'Image +', and .*{reason}"):
-            check(*judge(server.url, template=file, timeout_s=5.0))
+            check(*judge(server.url, template=file, timeout_s=15.0))
         server.trims = False
-        kept = judge(server.url, template=file, timeout_s=4.0)
+        kept = judge(server.url, template=file, timeout_s=14.0)
         assert all(right(kept)) or "neither label" in ask(kept)[0].reason
 
 
@@ -332,7 +332,7 @@ REPLIES = [{}, {"tokens": []}, {"usage": None}, {"usage": {}}, {"usage": {"promp
 def test_a_server_or_gateway_that_tells_no_tokens_is_asked_as_before(reply):
     with Odd() as server:
         server.reply = reply
-        assert all(right(judge(server.url, deadline_s=20.0)))
+        assert all(right(judge(server.url, **PATIENT)))
 
 
 @pytest.mark.parametrize("first", [2, 3])
@@ -341,13 +341,13 @@ def test_an_answer_that_fails_in_between_says_nothing_of_the_space(first):
         server.trims = True
         server.first = server.last = first
         server.reply = 500
-        asked = judge(server.url, deadline_s=20.0)
+        asked = judge(server.url, **PATIENT)
         assert all(right(asked)) and all(sent["max_tokens"] == 2 for sent in server.requests)
 
 
 def test_what_a_server_cuts_is_asked_again_after_a_restart():
     with JudgeServer() as server:
-        asked = judge(server.url, timeout_s=5.0, deadline_s=20.0)
+        asked = judge(server.url, **PATIENT)
         assert all(right(asked))
     answer = asked.submit("p", *media([40, 200]))
     until(lambda: asked.judge.pool.endpoints[0].problem)

@@ -32,7 +32,9 @@ NINE = both_orders(9, 0)
 def test_every_format_names_the_same_winner(image_format):
     """Also without a prompt."""
     with JudgeServer() as server:
-        assert judge(server.url, image_format=image_format).submit("", *media([40, 200])).result(30).value < 0.1
+        assert (
+            judge(server.url, image_format=image_format, **PATIENT).submit("", *media([40, 200])).result(30).value < 0.1
+        )
 
 
 def test_max_pixels_keeps_the_ratio_and_touches_no_smaller_image():
@@ -50,7 +52,7 @@ def test_max_pixels_keeps_the_ratio_and_touches_no_smaller_image():
 
 def test_each_medium_travels_once_then_its_id():
     with JudgeServer() as server:
-        verdicts = judge(server.url).judge_group("p", media(range(10, 100, 10)), NINE)
+        verdicts = judge(server.url, **PATIENT).judge_group("p", media(range(10, 100, 10)), NINE)
         sent = [p for r in server.requests for p in images(r)]
     assert all(v.value is not None and v.retries == 0 for v in verdicts)
     assert len(sent) == 144 and sum(p["image_url"] is not None for p in sent) == 9
@@ -72,7 +74,7 @@ def test_the_source_of_a_group_of_edits_travels_once(tmp_path):
 def test_a_server_that_evicts_media_gets_them_again():
     with JudgeServer() as server:
         server.capacity = 3
-        verdicts = judge(server.url, concurrency=1).judge_group("p", media(range(10, 100, 10)), NINE)
+        verdicts = judge(server.url, concurrency=1, **PATIENT).judge_group("p", media(range(10, 100, 10)), NINE)
     assert all((v.value > 0.5) == (a > b) for v, (a, b) in zip(verdicts, NINE, strict=True))
     assert len(NINE) < len(server.requests) <= len(NINE) + 9, "an image that is gone is not named again"
 
@@ -121,7 +123,7 @@ class Drifting(JudgeServer):
 
 def test_an_image_that_a_server_lost_travels_again_without_its_id():
     with Drifting() as server:
-        j = judge(server.url, retries=2)
+        j = judge(server.url, retries=2, timeout_s=20.0)
         assert j.judge_group("p", media([200, 40]), [(0, 1)])[0].value > 0.9
         assert j.judge_group("p", media([200, 60]), [(0, 1)])[0].value > 0.9, "its id is not used again"
     assert all("uuid" not in p for p in images(server.requests[-1]))
@@ -133,7 +135,7 @@ def test_an_image_that_a_server_lost_travels_again_without_its_id():
 def test_ids_are_used_only_with_a_vllm_that_recovers_lost_images(version, ids):
     with JudgeServer(vllm=bool(version)) as server:
         server.version = version
-        assert ask(judge(server.url))[0].value < 0.1
+        assert ask(judge(server.url, **PATIENT))[0].value < 0.1
     assert {"uuid" in p for r in server.requests for p in images(r)} == {ids}
     assert ids or all(p["image_url"] for r in server.requests for p in images(r)), "plain parts of OpenAI"
 
