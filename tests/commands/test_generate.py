@@ -209,6 +209,20 @@ def test_generate_from_a_run_and_with_a_lora(place):
     assert "1 files are in" in command("generate", file, *argv) and len(images(place / "twice")) == 1
 
 
+def test_every_sample_has_noise_of_its_own():
+    """Which does not change when more samples of a prompt are asked for."""
+    prompts = [Prompt(k, f"a {k}") for k in range(5)]
+
+    def noise(samples):
+        jobs = make_jobs((p, j, Path(f"{p.id}_{j}")) for p in prompts for j in range(samples))
+        return {job.file: job.noise for job in jobs}
+
+    few = noise(3)
+    many = noise(9)
+    assert len(set(many.values())) == len(many) == 45 and max(many.values()) < EVALUATION_IDS
+    assert few.items() < many.items()
+
+
 def test_what_shares_a_name(monkeypatch):
     """Equal prompts may share a clip, but not those that are cut to one name, or edits of different images. Processes
     of two machines do not share a temporary name, though in containers they often have the same id."""
