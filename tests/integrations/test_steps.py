@@ -178,6 +178,25 @@ def test_timesteps_are_looked_up_as_diffusers_does():
         assert steps.index_of(scheduler.timesteps, t, CPU).item() == scheduler.index_for_timestep(t)
 
 
+def test_a_schedule_that_changed_in_place_is_looked_up_again():
+    x, v = batch((2, 7, 3))
+
+    def step(scheduler):
+        return flow_grpo.sde_step_with_logprob(scheduler, v, scheduler.timesteps[2:3], x, 0.7, x)
+
+    scheduler = euler()
+    first = step(scheduler)
+    scheduler.sigmas *= 0.9
+    scheduler.timesteps *= 0.9
+    fresh = euler()
+    fresh.sigmas = scheduler.sigmas.clone()
+    fresh.timesteps = scheduler.timesteps.clone()
+    changed = step(scheduler)
+    assert not torch.equal(changed[1], first[1])
+    for ours, want in zip(changed, step(fresh), strict=True):
+        assert torch.equal(ours, want)
+
+
 def test_errors_say_what_was_expected():
     scheduler, (x, v) = euler(), batch((2, 7, 3))
     with pytest.raises(ValueError, match=r"sde_type: expected one of sde, cps, got 'ddim'"):
