@@ -15,11 +15,9 @@ from world import ALONE, grey, recipe, rows, settings
 
 from prefgrpo.arguments import PairwiseJudge, run_config
 from prefgrpo.config.loading import differences, from_dict
-from prefgrpo.config.recipe import ConfigError
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Reward, Sample
 from prefgrpo.rewards.pairs import VlmPairwise
 from prefgrpo.run.rewards import Rewards, evaluation_scorer, judge_config, judges_of, unsupported
@@ -125,8 +123,6 @@ def test_judges_given_from_python_have_names_of_their_own():
         ("vlm_pairwise", "vlm_pairwise", ["http://a"], {}),
         ("second", "vlm_pairwise", ["http://b"], {"plan": "round_robin"}),
     ]
-    with pytest.raises(ConfigError, match="named twice; give each a name of its own"):
-        run_config("", None, None, [listed[0]] * 2, {}, about)
 
 
 def test_a_bare_name_in_evaluation_is_the_trained_reward(place):
@@ -145,9 +141,7 @@ def test_ranks_share_the_limit(place):
             assert judge_config(c, c.rewards[0], world).concurrency == share
 
 
-def test_options_of_a_judge_and_of_a_reward_are_compared_by_name(place):
-    with pytest.raises(ConfigError, match=r"judge\.modle: unknown key"):
-        build("vlm_pairwise", {"vlm_pairwise": {"judge": {"modle": "b"}}})["vlm_pairwise"]
+def test_options_of_a_reward_are_compared_by_name(place):
     changed = differences(config(place), config(place, rewards=[entry("jpeg_compressibility", size=8)]))
     assert changed == {"rewards.jpeg_compressibility.options.size": (None, 8)}
 
@@ -170,8 +164,6 @@ def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):
     message = "\n".join(unsupported(["image"], "rewards", {EDIT: EditScore}, plain))
     assert "a source image, which 2 prompt(s) lack, the first: 'a cat'" in message
     assert "needs the column 'tag', which 1 prompt(s) lack, the first: 'a cat' (its columns: none)" in message
-    with pytest.raises(ConfigError, match="a source image, which"):
-        Rewards(config(place), ALONE).build("rewards", config(place, rewards=f'["{EDIT}"]').rewards, plain)
 
 
 @pytest.mark.full

@@ -66,6 +66,11 @@ class Mostly(Reward):
         return [Answer(1.0) if n % 3 else Answer(float("nan")) for n in range(len(samples))]
 
 
+class Never(Reward):
+    def ask(self, asked):
+        return [Answer(None, "no idea") for _ in asked]
+
+
 HERE = f"{__name__}."
 
 EXACT = {
@@ -249,14 +254,18 @@ def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer, name, share, r
     assert (one.folder.checkpoint(0) / "state.json").is_file() and "--resume" in told
 
 
-def test_monitors_are_logged_and_not_trained_on(trainer):
-    """A reward of weight 0 affects only its own metrics."""
+def test_monitors_are_logged_and_not_trained_on(trainer, capsys):
+    """A reward of weight 0 affects only its own metrics; why it never has a value is said once."""
     alone = trainer(name="alone", train={"steps": 2}, rewards="jpeg_compressibility")
     alone.train()
-    both = trainer(name="both", train={"steps": 2}, rewards=f"jpeg_compressibility:1,{HERE}Mostly:0")
+    both = trainer(name="both", train={"steps": 2}, rewards=f"jpeg_compressibility:1,{HERE}Mostly:0,{HERE}Never:0")
     both.train()
+    printed = capsys.readouterr().out
+    assert printed.count(f"missing in step 1: 8 × {HERE}Never: no idea") == printed.count("no idea") == 1
     for a, b in zip(rows(alone.folder.root), rows(both.folder.root), strict=True):
-        assert a == {k: v for k, v in b.items() if "Mostly" not in k}
+        assert a == {k: v for k, v in b.items() if "Mostly" not in k and "Never" not in k}
+    row = rows(both.folder.root)[1]
+    assert row[f"reward/{HERE}Never/missing_rate"] == 1 and f"reward/{HERE}Never" not in row
     assert f"reward/{HERE}Mostly" in rows(both.folder.root)[1]
 
 
