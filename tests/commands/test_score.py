@@ -299,8 +299,7 @@ class Rate(Reward):
     takes = ("video",)
 
     def ask(self, asked):
-        samples = [sample for (sample,) in asked]
-        return [Answer(sample.media.frame_rate) for sample in samples]
+        return [Answer(sample.media.frame_rate) for (sample,) in asked]
 """
 
 

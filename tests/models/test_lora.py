@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from world import SIZES, case_of, conditions, initial_noise, policy, small_sources, tiered
+from world import case_of, policy, small_sources, tiered, two_samples
 
 from prefgrpo.models import MODELS
 from prefgrpo.models.lora import LoraLinear, fuse_lora, outputs
@@ -130,8 +130,7 @@ def without_casts(adapter):
 
 def forward_backward(adapter, case):
     """The velocity without and with gradient, and the gradients of the LoRA."""
-    sampling = case.sampling(SIZES[0])
-    inputs = initial_noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling
+    inputs = two_samples(adapter, case)
     with torch.no_grad():
         out = [adapter.velocity(*inputs)]
     with_gradient = adapter.velocity(*inputs)
@@ -161,13 +160,11 @@ def test_launches_of_the_casts():
     """A change of a weight casts all LoRA layers of FLUX.1 in two launches; alone each takes three in every forward."""
     case = case_of("flux")
     adapter = policy(case, dtype=torch.bfloat16)
-    condition = conditions(adapter, case)
-    sampling = case.sampling(SIZES[0])
-    x = initial_noise(adapter, sampling)
+    inputs = two_samples(adapter, case)
 
     def launches():
         with Launches() as mode, torch.no_grad():
-            adapter.velocity(x, torch.full((2,), 0.6), condition, sampling)
+            adapter.velocity(*inputs)
         return mode.counts
 
     launches()

@@ -40,8 +40,7 @@ class EditScore(Reward):
     meta_keys = ("tag",)
 
     def ask(self, asked):
-        samples = [sample for (sample,) in asked]
-        return [Answer(1.0) for _ in samples]
+        return [Answer(1.0) for _ in asked]
 
 
 def config(place, **over):

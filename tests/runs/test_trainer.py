@@ -26,8 +26,7 @@ from prefgrpo.sde import noise
 
 class Constant(Reward):
     def ask(self, asked):
-        samples = [sample for (sample,) in asked]
-        return [Answer(0.3) for _ in samples]
+        return [Answer(0.3) for _ in asked]
 
 
 class HalfTied(Reward):
