@@ -120,6 +120,15 @@ BRIGHTNESS = f"{__name__}.Brightness"
 """The name of `Brightness` in `rewards`."""
 
 
+def brighter(prompt: str, image_a: Any, image_b: Any) -> float:
+    """Whether the first image is brighter; a reward of pairs, which needs all members of a group."""
+    return float(np.sign(image_a.mean() - image_b.mean()) + 1) / 2
+
+
+BRIGHTER = f"{__name__}.brighter"
+"""The name of `brighter` in `rewards`."""
+
+
 def collect(loop: Trainer, step: int) -> list[Batch]:
     """The rollouts of a training step, with every sample passed to the scorer as in the loop."""
     plan = loop.groups.plan(step)

@@ -35,7 +35,6 @@ from world import (  # fmt: skip
     perturb,
     policy,
     recipe,
-    small_sources,
     stock_image,
     stock_lora,
     tensors_of,
@@ -49,14 +48,8 @@ from prefgrpo.rollout.rollout import rollout
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.update.trajectory import replay
 
-pytestmark = pytest.mark.families
+pytestmark = [pytest.mark.families, pytest.mark.usefixtures("few_source_tokens")]
 every = pytest.mark.parametrize("case", tiered(CASES))
-
-
-@pytest.fixture(autouse=True)
-def _small():
-    with small_sources():
-        yield
 
 
 HALF = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "hunyuan_video_15")

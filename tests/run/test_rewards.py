@@ -11,7 +11,7 @@ import torch
 import yaml
 from ranks import all_end, ranks, train
 from servers import JudgeServer, speak
-from world import ALONE, grey, recipe, rows, settings
+from world import ALONE, BRIGHTER, grey, recipe, rows, settings
 
 from prefgrpo.arguments import PairwiseJudge, run_config
 from prefgrpo.config.loading import differences, from_dict
@@ -24,10 +24,6 @@ from prefgrpo.run.rewards import Rewards, evaluation_scorer, judge_config, judge
 
 OTHER = f"{__name__}.Other"
 EDIT = f"{__name__}.EditScore"
-
-
-def brighter(prompt, image_a, image_b):
-    return float(image_a.mean() > image_b.mean())
 
 
 class Other(VlmPairwise):
@@ -146,16 +142,16 @@ def test_options_of_a_reward_are_compared_by_name(place):
 
 
 def test_a_training_plan_of_a_function_need_not_fit_the_pairs_of_an_evaluation(place):
-    c = config(place, rewards=[entry(f"{__name__}.brighter", plan="k_regular(3)")], rollout={"group_size": 4})
+    c = config(place, rewards=[entry(BRIGHTER, plan="k_regular(3)")], rollout={"group_size": 4})
     built = Rewards(c, ALONE).build("rewards", c.rewards, [])
     measuring = evaluation_scorer(c, built)
-    assert measuring.rewards == built and len(built[f"{__name__}.brighter"].keys(4, 0)) == 6
+    assert measuring.rewards == built and len(built[BRIGHTER].keys(4, 0)) == 6
     measuring.begin(0, [0])
     for member, level in enumerate((200, 100)):
         measuring.add(0, member, Sample("p", grey(level)))
     found = measuring.finish()
-    assert [list(answers) for answers in found.answers[f"{__name__}.brighter"]] == [[(0, 1), (1, 0)]]
-    assert found.values[f"{__name__}.brighter"].tolist() == [[1.0, 0.0]]
+    assert [list(answers) for answers in found.answers[BRIGHTER]] == [[(0, 1), (1, 0)]]
+    assert found.values[BRIGHTER].tolist() == [[1.0, 0.0]]
 
 
 def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):

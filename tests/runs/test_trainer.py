@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from ops_cases import plain_formula
-from world import BRIGHTNESS, collect, computed, embed, rows, targets_of, unfuse
+from world import BRIGHTER, BRIGHTNESS, collect, computed, embed, rows, targets_of, unfuse
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.ending import TrainingStopped
@@ -48,10 +48,6 @@ class OneMissing(Reward):
         self.first = self.first or samples[0].prompt
         scores = [Answer(float(s.media.pixels.mean())) for s in samples]
         return [Answer(None, "lost") if n == 1 and self.first == samples[0].prompt else s for n, s in enumerate(scores)]
-
-
-def brighter(prompt, image_a, image_b):
-    return float(np.sign(image_a.mean() - image_b.mean()) + 1) / 2
 
 
 class TooFew(Reward):
@@ -353,7 +349,7 @@ def test_a_step_gathers_objects_twice(trainer, monkeypatch):
         return true_gather(self, mine)
 
     monkeypatch.setattr(World, "all_gather_object", all_gather_object)
-    one = trainer(rewards=f"{HERE}brighter:0.5,{HERE}OneMissing:0.5", judge={"max_missing": 0.3}, eval={"every": 0})
+    one = trainer(rewards=f"{BRIGHTER}:0.5,{HERE}OneMissing:0.5", judge={"max_missing": 0.3}, eval={"every": 0})
     true_step = one.step
 
     def step(*given):
