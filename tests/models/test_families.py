@@ -143,8 +143,9 @@ from safetensors.torch import load_file, save_file
 name, model, lora, latents, out, call = sys.argv[1:]
 pipe = getattr(diffusers, name).from_pretrained(model)
 if isinstance(pipe, diffusers.ModularPipeline):
-    pipe.blocks.sub_blocks.pop("prompt_upsampler")
-    pipe = pipe.blocks.init_pipeline(model)
+    blocks = pipe.blocks  # a copy
+    blocks.sub_blocks.pop("prompt_upsampler")
+    pipe = blocks.init_pipeline(model)
     pipe.load_components()
 if lora:
     pipe.load_lora_weights(lora)

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
+from ops_cases import Counted
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from world import case_of, policy, small_sources, tiered, two_samples
 
 from prefgrpo.models import MODELS
@@ -106,20 +106,6 @@ def test_disabled_merged_and_second_adapters_as_in_peft():
         torch.testing.assert_close(ours(x), before)
 
 
-class Launches(TorchDispatchMode):
-    """Counts the operators that launch kernels: all but views and allocations."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operator and count it."""
-        free = func.is_view or func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like)
-        self.counts.update([] if free else [func.overloadpacket.__name__])
-        return func(*args, **(kwargs or {}))
-
-
 def without_casts(adapter):
     """The layers cast in every forward, as they did."""
     layers = [m for net in adapter.modules().values() for m in net.modules() if isinstance(m, LoraLinear)]
@@ -163,9 +149,9 @@ def test_launches_of_the_casts():
     inputs = two_samples(adapter, case)
 
     def launches():
-        with Launches() as mode, torch.no_grad():
+        with Counted() as mode, torch.no_grad():
             adapter.velocity(*inputs)
-        return mode.counts
+        return Counter(name.removeprefix("aten::") for name in mode.names)
 
     launches()
     unchanged = launches()

@@ -115,7 +115,7 @@ EXPORTED = {
     "ltx2": r"diffusion_model\.transformer_blocks\.\d+\.(attn1|attn2|audio_to_video_attn)\.(to_[qkv]|to_out\.0)",
     "flux": FLUX,
     "flux3": (
-        r"diffusion_model\.((txt|img)_mode_blocks\.\d+|content_mode_blocks\.image_cond\.\d+|single_blocks\.\d+)"
+        r"diffusion_model\.((txt|img)_mode_blocks\.\d+|content_mode_blocks\.image(_cond)?\.\d+|single_blocks\.\d+)"
         r"\.(q_proj|k_proj|v_proj|attn_out|mlp_in|mlp_out)"
     ),
 }
