@@ -16,18 +16,15 @@ import torch
 from diffusers.models.transformers.transformer_flux3 import Flux3AttnProcessor
 from safetensors.torch import load_file, save_file
 from world import (  # fmt: skip
-    CASES,
     SIZES,
     SOURCES,
     TWO_PROMPTS,
     cache,
     case_of,
-    conditions,
     differs,
     draw,
     embed,
     folder,
-    in_files,
     initial_noise,
     load,
     perturb,
@@ -190,24 +187,6 @@ def test_one_reference_is_kept_whole_and_several_are_cropped():
     assert [one.shape for one in cropped] == [(5, 4, 16)] * 2 and torch.equal(*cropped)
 
 
-def test_references_differ_in_the_last_position_alone():
-    """Guess: references have 10, 20, … in the first position channel, as FLUX.2's. They have −1, −2, … in the last."""
-    from prefgrpo.models.flux3 import _image_ids
-
-    cpu = torch.device("cpu")
-    ids = _image_ids(((2, 3), (1, 2)), cpu, references=True)
-    assert ids[:6, 1:3].tolist() == [[r / 2, c / 2] for r in range(2) for c in range(3)]
-    assert ids[:, 0].eq(0).all() and ids[:, 3].tolist() == [-1.0] * 6 + [-2.0] * 2
-    assert _image_ids(((2, 3),), cpu)[:, 3].eq(0).all()
-    case = next(c for c in CASES if c.family == "flux3" and c.sources == 2)
-    adapter = load(case)
-    sampling = case.sampling()
-    one, other = embed(cache(case), adapter, ["red"] * 2, sampling, [in_files(SOURCES), in_files(SOURCES[::-1])])
-    both = collate([one, other])
-    v = adapter.velocity(initial_noise(adapter, sampling)[:1].repeat(2, 1, 1, 1), torch.full((2,), 0.7), both, sampling)
-    assert (v[0] - v[1]).abs().max() > 1e-4, "their order matters"
-
-
 # ---- dtypes
 
 
@@ -239,21 +218,6 @@ def test_fp32_norms_of_bf16_queries(backend, monkeypatch):
     for a, b in zip(got, seen, strict=True):
         assert a.dtype == torch.bfloat16
         assert torch.equal(a, b) if backend == "torch" else torch.allclose(a.float(), b.float(), rtol=2**-7)
-
-
-def test_a_timestep_is_rounded_twice_in_bf16():
-    """Guess: 50 steps are 50 times. In bf16 the model sees 48, in the stock pipeline too (`test_bf16`)."""
-    seen = []
-    adapter = load(CASE, dtype=torch.bfloat16)
-    adapter.transformer.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["timestep"]), with_kwargs=True
-    )
-    sampling = CASE.unguided().sampling(steps=50)
-    condition = conditions(adapter, CASE.unguided(), TWO_PROMPTS[:1])
-    for sigma in adapter.sigmas(sampling)[:-1]:
-        with torch.no_grad():
-            adapter.velocity(initial_noise(adapter, sampling, 1), sigma.expand(1), condition, sampling)
-    assert len(seen) == 50 and len({float(t.bfloat16() * 1000) for t in seen}) == 48
 
 
 # ---- what is written
