@@ -98,6 +98,22 @@ def test_random_cases_against_fp64(backend, cases):
         check_replay(backend, c, x_next, parts, (g * torch.tensor(parts)[:, None]).to(DEVICE))
 
 
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+def test_the_reference_is_the_formula(parts):
+    """In fp64, where it has no error of its own, of which the random cases allow other backends and itself twice."""
+    c = make((7, 30), 4, F64, F64)
+    g = torch.linspace(0.5, 2.0, 4, device=DEVICE) * torch.tensor(parts, device=DEVICE)[:, None]
+    x_next = c.x + 0.1 * c.eps
+    *results, truth = truth_logp(c, x_next, g)
+    v = c.v.requires_grad_()
+    with use_backend("torch"):
+        out = sde_logp(c.x, v, x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old)
+        (mine,) = torch.autograd.grad([*out[:3]], v, [*g])
+    assert_close(mine, truth, 1e-12, 1e-14)
+    for result, exact in zip(out[:3], results, strict=True):
+        assert_close(result, exact, 1e-7, 1e-12)
+
+
 @pytest.mark.full
 @each_backend
 @pytest.mark.parametrize("x_dtype", [F32, BF16])
