@@ -152,6 +152,7 @@ if lora:
 for part in pipe.components.values():
     for t in [*part.parameters(), *part.buffers()] if isinstance(part, torch.nn.Module) else ():
         t.data = t.data.clone()  # mapped files may begin anywhere, which changes the last bits of a product on a CPU
+        t.requires_grad_(False)  # and so may a gradient that nobody asks for
 images = pipe(latents=load_file(latents)["x"], **json.loads(call))
 save_file({"image": (images if isinstance(images, torch.Tensor) else images[0]).contiguous()}, out)
 assert not any(name.split(".")[0] == "prefgrpo" for name in sys.modules)
@@ -177,6 +178,8 @@ def test_a_stranger_draws_the_images_of_a_run(name, rank, tmp_path):
     adapter = load(case, model)
     if rank:
         adapter.load_lora(str(product))
+    for _, p in adapter.trainable():
+        p.requires_grad_(False)
     ours = draw(adapter, case, SIZES[0], 3, TWO_PROMPTS[:1])
     assert (ours - draw(load(case), case, SIZES[0], 3, TWO_PROMPTS[:1])).abs().max() > 1e-3
     save_file({"x": initial_noise(adapter, case.sampling(), 1)}, tmp_path / "x.safetensors")
