@@ -74,8 +74,10 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
 
-# A file's tests run in one process, so that its fixtures are made once.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A file's tests run in one process, so that its fixtures are made once. Some wait for servers and timeouts, so there is
+# one process more than cores; two cores are what CI has.
+PYTEST_PROCESSES ?= 3
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test: lint
 	@$(PYTEST) -m "not full"

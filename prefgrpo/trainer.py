@@ -45,15 +45,16 @@ from prefgrpo.rollout.plan import StepPlan
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
 from prefgrpo.run.errors import errors, idle_errors, refuse
+from prefgrpo.run.evaluation import evaluation_scorer
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.groups import show_groups
 from prefgrpo.run.log import Clock, Log, open_trackers
 from prefgrpo.run.notes import change_notes, on_policy_note, prompt_notes, skipped_note, start_notes
 from prefgrpo.run.opening import garbage_frozen, open_evaluators, open_run
 from prefgrpo.run.resume import Input, Kind, check_goes_on, check_same_run, keep_inputs, own_inputs, stored
-from prefgrpo.run.rewards import Rewards, evaluation_scorer, training_scorer
+from prefgrpo.run.rewards import Rewards
 from prefgrpo.run.source import open_source
-from prefgrpo.run.targets import pixel_distances
+from prefgrpo.run.targets import pixel_distances, training_scorer
 from prefgrpo.update.memory import peak_memory
 from prefgrpo.update.metrics import policy_metrics
 from prefgrpo.update.policy import learning_rate

@@ -73,7 +73,7 @@ class Arm:
     """Changes to the recipe."""
     label: str = ""
     """What is changed."""
-    verdict: str = "hard"
+    round_verdicts: bool = True
     """As in `vlm_pairwise`."""
     after: Arm | None = None
     """The setup whose LoRA this one continues; its steps, calls and evaluations come first."""
@@ -97,8 +97,8 @@ ARMS: dict[str, Arm] = {
 ARMS |= {f"{objective}_both_orders": Arm(objective) for objective in ("grpo_guard", "awm", "dpo", "sft")}
 ARMS["window_both_orders"] = Arm("grpo", values={"rollout": {"window_size": 1}}, label="one step of the window")
 ARMS["grpo_slow"] = Arm("grpo", steps=110, values={"train": {"lr": 5e-4}}, label="half the learning rate")
-FEW = Arm("few_calls", "k_regular(1)", 60, verdict="soft")
-THEN = Arm("few_calls_grpo", "k_regular(1)", 140, label="after `few_calls`", verdict="soft", after=FEW)
+FEW = Arm("few_calls", "k_regular(1)", 60, round_verdicts=False)
+THEN = Arm("few_calls_grpo", "k_regular(1)", 140, label="after `few_calls`", round_verdicts=False, after=FEW)
 CONSTANT = {"ema_decay": 0.0, "lr_scheduler": "constant"}
 ARMS["few_calls_grpo"] = THEN
 ARMS["few_calls_constant"] = replace(THEN, values={"train": CONSTANT}, label=f"{THEN.label}, constant rate, no EMA")
@@ -155,7 +155,7 @@ def train(name: str, seed: int, file: Path, steps: int = 0, every: int = 10) -> 
         for part in (arm.after, arm):
             if part is None:
                 continue
-            options = {"plan": part.plan, "verdict": part.verdict, "template": "caption_match"}
+            options = {"plan": part.plan, "round_verdicts": part.round_verdicts, "template": "caption_match"}
             values = merge(dict(part.values), {"train": {"lora_from": lora}} if lora else {})
             values |= {"rewards": [{"name": "vlm_pairwise", "options": options}], "eval": {"rewards": ["scenes"]}}
             start = recipe(part.recipe)
@@ -172,7 +172,7 @@ def train_words(arm: Arm, facts: Run, file: Path, steps: int, every: int) -> Non
     made = config(arm).train
     measure(
         recipe("ocr"), file, facts, watch, steps, every, seed=facts["seed"],
-        rewards=WinRates(judge, plan=arm.plan, verdict=arm.verdict), eval={"rewards": [WORDS]},
+        rewards=WinRates(judge, plan=arm.plan, round_verdicts=arm.round_verdicts), eval={"rewards": [WORDS]},
         train={key: getattr(made, key) for key in OBJECTIVE},
     )  # fmt: skip
 
@@ -230,7 +230,7 @@ def table(world: str, folder: Path = RESULTS) -> list[str]:
         runs = [result for seed in SEEDS if (result := done(name, seed, folder))]
         if arm.world != world or not runs:
             continue
-        soft = ", soft" if arm.verdict == "soft" else ""
+        soft = "" if arm.round_verdicts else ", soft"
         cells = [f"`{arm.recipe}`{', ' + arm.label if arm.label else ''}", f"`{arm.plan}`{soft}"]
         cells += [str(calls_per_group(arm)), str(len(runs)), str(arm.total)]
         cells += [over_seeds([reached(r, "calls", goal) for r in runs], 1, 1e-3) for goal in goals]

@@ -87,9 +87,9 @@ class Arm:
         return own | {"steps": STEPS, "prompts_per_step": GROUPS, "group_size": MEMBERS}
 
 
-HARD = {"plan": "both_orders", "verdict": "hard"}
-SOFT = {"plan": "both_orders", "verdict": "soft"}
-SPARSE = {"verdict": "hard", "rate": "bradley_terry"}
+HARD = {"plan": "both_orders", "round_verdicts": True}
+SOFT = {"plan": "both_orders", "round_verdicts": False}
+SPARSE = {"round_verdicts": True, "rate": "bradley_terry"}
 GLOBAL = {"advantage": {"std": "global"}}
 ARMS: dict[str, Arm] = {
     "ratings": Arm("7 ratings of every image", FLAWED, asks=7),
@@ -103,7 +103,7 @@ ARMS: dict[str, Arm] = {
         "24 pairs, the earlier image first", BIASED, pairs=SPARSE | {"plan": "budget(24)", "order": "index"}
     ),
     "regular": Arm("k_regular(4), Bradley-Terry", FAIR, pairs=SPARSE | {"plan": "k_regular(4)"}),
-    "regular_wins": Arm("k_regular(4), win rate", FAIR, pairs={"verdict": "hard", "plan": "k_regular(4)"}),
+    "regular_wins": Arm("k_regular(4), win rate", FAIR, pairs={"round_verdicts": True, "plan": "k_regular(4)"}),
 }
 
 

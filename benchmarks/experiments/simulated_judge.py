@@ -125,7 +125,7 @@ class WinRates(Compares):
     ) -> None:
         """order: which image of a pair is shown first: as the plan says, each in turn (two calls), or the one earlier
         in the group (as in Pref-GRPO). plan: as in Compares, or budget(n): n random pairs, balanced per member.
-        options: verdict and rate, as in Compares."""
+        options: round_verdicts and rate, as in Compares."""
         self.judge = judge
         self.order = order
         self.budget = int(plan[len("budget(") : -1]) if plan.startswith("budget(") else 0

@@ -26,20 +26,20 @@ from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Generated
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.data.stored import read_media
-from prefgrpo.models import family_of
+from prefgrpo.models import family_of, makes_clips
 from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.render import sample
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.errors import model_errors, refuse, reward_errors
-from prefgrpo.run.evaluation import BothSamples, compare, eval_sets, over_ranks, share_of
+from prefgrpo.run.evaluation import BothSamples, compare, eval_sets, evaluation_scorer, over_ranks, share_of
 from prefgrpo.run.folder import COMPARISON, RunFolder, run_of
 from prefgrpo.run.log import finite
 from prefgrpo.run.measures import Comparison, PairMeasures, keys_of, summary
 from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.opening import Weights, weights_of
-from prefgrpo.run.rewards import Rewards, evaluation_scorer, makes_clips
+from prefgrpo.run.rewards import Rewards
 from prefgrpo.run.source import open_prompts, open_source
 from prefgrpo.suites import load_suite
 from prefgrpo.suites.base import Results
@@ -211,7 +211,7 @@ def _write_comparison(
                 **wins.interval._asdict(),
                 "first": measure.first.value if measure.first else None,
                 "second": measure.second.value if measure.second else None,
-                "verdict": conclusion,
+                "conclusion": conclusion,
             }
             lines.append(f"win rate by {one.name}/{subject}: {summary(measure)}: {conclusion}")
         for subject, (now, before) in one.values.items():

@@ -26,6 +26,7 @@ from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Naming, file_name
 from prefgrpo.data.pairs import has_pairs
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
+from prefgrpo.models import makes_clips
 from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
@@ -38,7 +39,6 @@ from prefgrpo.run.folder import ABOUT
 from prefgrpo.run.groups import open_pairs
 from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.opening import Weights, weights_of
-from prefgrpo.run.rewards import makes_clips
 from prefgrpo.run.source import distinct_prompts, open_prompts
 from prefgrpo.sde.noise import GENERATED_IDS
 

@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.tables import INVISIBLE
+from prefgrpo.judge.http import describe_error
 from prefgrpo.judge.template import Template, spelled
 
 CATEGORIES = 3
@@ -70,6 +72,8 @@ _ROUNDING = 0.01
 """Tolerance: a larger log-probability than this is invalid."""
 MIN_LABEL_MASS = 0.01
 """A soft verdict is missing if its two labels together have less probability than this."""
+_CUT = ("length", "abort", "content_filter", "error")
+"""Finish reasons of a truncated answer."""
 _NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
 
 
@@ -81,6 +85,53 @@ NO_THINKING = (
 
 class Unreadable(ValueError):
     """The answer does not contain what the template asks for; the message says what was expected."""
+
+
+def first_choice(url: str, payload: bytes) -> dict[str, Any]:
+    """The first choice of a chat completion; Unreadable if there is none."""
+    try:
+        choice = json.loads(payload)["choices"][0]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise Unreadable(
+            f"{url} sent no readable chat completion ({describe_error(error)}): {payload[:80]!r}"
+        ) from error
+    if not isinstance(choice, dict):
+        raise Unreadable(f"{url} sent a chat completion whose choice is no object: {payload[:80]!r}")
+    return choice
+
+
+def read(template: Template, choice: Mapping[str, Any], after_space: bool = False) -> Answer:
+    """What a choice says, as the template specifies; missing, with the reason, if it contains nothing usable.
+
+    after_space: the label is the second token.
+    """
+    message = choice.get("message")
+    keys = ("content", "reasoning", "reasoning_content")
+    text, *hidden = (_utf8(message.get(key)) if isinstance(message, dict) else None for key in keys)
+    thoughts = hidden[0] or hidden[1]
+    raw = _utf8(str(choice)[:200] if text is None else text) or ""
+    if thoughts:
+        raw = f"<think>{thoughts}</think>{text or ''}"
+    try:
+        if template.answer == "soft" and template.labels:
+            first, second = label_logprobs(choice, template.labels, template.variants, after_space)
+            value, reason = two_label_softmax(first, second, MIN_LABEL_MASS)
+            return Answer(value, reason, raw=f"logp {first:.4f} {second:.4f}")
+        if template.answer == "word" and template.labels:
+            return Answer(word_probability(choice, template.labels))
+        if text is None:
+            only = f"the judge only thought, for max_tokens = {template.max_tokens}: {NO_THINKING}"
+            raise Unreadable(only if thoughts else "the server's answer has no text")
+        value, parts = parse_answer(template, text, choice.get("finish_reason") in _CUT)
+        return Answer(value, raw=raw, parts=parts)
+    except Unreadable as error:
+        thinks = f"; the judge thinks first: {NO_THINKING}" if thoughts and template.labels else ""
+        return Answer(None, f"{error}{thinks}", raw=raw)
+
+
+def _utf8(text: Any) -> str | None:
+    """A text without lone surrogates, which cannot be written to a log; None for anything else."""
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
 
 
 def parse_answer(template: Template, text: str, cut: bool = False) -> tuple[float | None, dict[str, float]]:

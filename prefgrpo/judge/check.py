@@ -1,27 +1,34 @@
-"""Checks at startup that judges compare pairs; `main` is `prefgrpo judge check`.
+"""Whether a judge compares pairs: checked at the start of a run, and by `prefgrpo judge check` (`main`).
 
 Questions with known answers show a plain colour beside another colour or noise: 8 pairs in both orders. A server that
-is not up yet is waited for; one that is wrong is reported at once. Invariant: every failure raises a single JudgeError
-that says what was expected, what was found, and what to do.
+is not up yet is waited for; one that is wrong is reported at once. Pairs that people judged are asked in both orders,
+to choose a judge before a run pays for it. Invariant: every failure raises a single JudgeError that says what was
+expected, what was found, and what to do.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
+from prefgrpo.data.pairs import PairGroup, read_pairs
+from prefgrpo.data.tables import DataError
 from prefgrpo.judge.answers import NO_THINKING
 from prefgrpo.judge.client import Judge, open_judge
 from prefgrpo.judge.http import JudgeError
-from prefgrpo.judge.human_pairs import agreement, read_pairs
-from prefgrpo.judge.special_tokens import KNOWN
 from prefgrpo.judge.template import PairTemplates, Query, Template, load_pair_templates
+from prefgrpo.judge.tokens import KNOWN
 
 _ADVICE = {
     r"context length|model length|max_model_len": "serve it with a larger --max-model-len, or make smaller images",
@@ -32,6 +39,8 @@ _ADVICE = {
 _TIE = 0.001
 """A verdict this close to ½ is a tie."""
 _MIN_RIGHT_SHARE = 0.8
+PAIRS_AT_ONCE = 32
+"""Human pairs that are asked about at the same time."""
 COLOURS = {"yellow": (240, 220, 40), "white": (255, 255, 255), "black": (0, 0, 0), "red": (220, 30, 30)}
 COLOURS |= {"green": (40, 160, 60), "blue": (30, 60, 220), "grey": (128, 128, 128)}
 _PROBES = {"yellow": ("blue", "red", "noise"), "white": ("black", "green"), "black": ("red", "green", "noise")}
@@ -174,6 +183,70 @@ def ask_known_answers(judge: Judge, templates: PairTemplates, clips: bool) -> tu
     return result, f"does not see the images, or mixes them up ({result})"
 
 
+# ---- agreement with people -------------------------------------------------------------------------------------------
+
+
+def human_pairs(file: Path) -> list[PairGroup]:
+    """The pairs of a table that people judged. Raises DataError for one that is not of two images."""
+    groups = read_pairs(file, decode=False)
+    for group in groups:
+        if len(group.samples) != 2:
+            raise DataError(f"{group.where}: expected two images, got {len(group.samples)}")
+    return groups
+
+
+def _both_orders(judge: Judge, templates: PairTemplates, pair: PairGroup) -> list[Answer]:
+    """Answers on (a, b) and (b, a)."""
+    try:
+        a, b = [image.read() for image in pair.samples]
+    except DataError as error:
+        return [Answer(None, str(error))] * 2
+    prompt = pair.prompt.text
+    return judge.ask_all([templates.query(prompt, a, b), templates.query(prompt, b, a)])
+
+
+def agreement(judge: Judge, templates: PairTemplates, pairs: Sequence[PairGroup]) -> list[str]:
+    """Lines: accuracy, order inconsistency and ties over the pairs with two verdicts, and what is left out.
+
+    A pair is a group of two, of which people prefer the first (wins[0, 1] = 1), the second (0) or neither (½).
+    Intervals are Wilson's at 95 %.
+    """
+    with ThreadPoolExecutor(PAIRS_AT_ONCE) as pool:
+        asked = list(pool.map(lambda pair: _both_orders(judge, templates, pair), pairs))
+    reasons = [answer.reason for answers in asked for answer in answers if answer.value is None]
+    p_a = np.array([[one.value, other.value] for one, other in asked], np.float64)  # None: NaN
+    p_a[:, 1] = 1 - p_a[:, 1]
+    judged = ~np.isnan(p_a).any(1)
+    winner = np.sign(p_a[judged] - 0.5)  # 1: a, -1: b, 0: a tie
+    chosen = np.sign(np.array([pair.wins[0, 1] for pair in pairs]) - 0.5)[judged]
+    right = np.where(winner == 0, 0.5, winner == chosen[:, None]).mean(1)[chosen != 0]
+    lines = [
+        f"pairs: {judged.sum()} of {len(pairs)} have verdicts in both orders; {len(right)} that people decided count",
+        f"accuracy: {_share(right)} (a tie counts ½; guessing gives 0.500)",
+        f"order inconsistency: {_share(winner[:, 0] != winner[:, 1])} of the pairs have another winner when the images "
+        "are swapped",
+        f"ties: {_share(winner == 0)} of the verdicts",
+    ]
+    if reasons:
+        lines.append(f"WARNING: {len(reasons)} of {2 * len(pairs)} questions have no verdict, the first: {reasons[0]}")
+    return lines
+
+
+def _share(values: NDArray[Any]) -> str:
+    """0.714 [0.648, 0.772]: the mean of values in 0 … 1 and its interval."""
+    n = values.size
+    if not n:
+        return "–"
+    z = 1.959964
+    mean = float(values.mean())
+    centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return f"{mean:.3f} [{centre - half:.3f}, {centre + half:.3f}]"
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
 def main(
     endpoint: tuple[str, ...] = ("http://127.0.0.1:8000",),
     model: str = "",
@@ -198,7 +271,7 @@ def main(
         pairs: Human preferences (columns prompt, image_a, image_b, choice: a, b or tie): prints how often the judge
             agrees, with intervals.
     """
-    people = read_pairs(pairs) if pairs else []
+    people = human_pairs(pairs) if pairs else []
     templates = load_pair_templates(template)
     judge = open_judge(JudgeConfig(endpoint, model, api_key_env=api_key_env, timeout_s=timeout_s))
     health = check(judge, templates, wait_s=wait_s, known_answers=True)

@@ -10,9 +10,8 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -22,20 +21,12 @@ from prefgrpo.config.recipe import did_you_mean
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
-from prefgrpo.judge import answers
-from prefgrpo.judge.answers import MIN_LABEL_MASS, two_label_softmax
+from prefgrpo.judge.answers import first_choice, read
 from prefgrpo.judge.event_loop import loop_thread
-from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, JudgeError, Kind, Starting, describe_error
-from prefgrpo.judge.media_ids import MediaIds, NotHeld, takes_ids
-from prefgrpo.judge.prefill import missing_space
-from prefgrpo.judge.request import Encoded, EncodeError, Encodings, chat_body, encode
-from prefgrpo.judge.special_tokens import KNOWN, refusal, served_tokens
-from prefgrpo.judge.template import PAIR_ANSWERS, Query, Template
-
-_CUT = ("length", "abort", "content_filter", "error")
-"""Finish reasons of a truncated answer."""
-_Key = tuple[Template, tuple[tuple[str, str], ...], int, tuple[str, ...]]
-"""(template, texts, number of media, ids of media and sources) of a question."""
+from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, JudgeError, Kind, Starting
+from prefgrpo.judge.template import PAIR_ANSWERS, Query, Template, chat_body
+from prefgrpo.judge.tokens import KNOWN, missing_space, refusal, served_tokens
+from prefgrpo.judge.uploads import Encoded, EncodeError, Encodings, MediaIds, NotHeld, encode, takes_ids
 
 
 class Judge(ABC):
@@ -80,6 +71,74 @@ class Judge(ABC):
         return {"in this process": self}
 
 
+@dataclass(frozen=True, eq=False)
+class EncodedQuery:
+    """A question whose media are encoded. It holds no Media: the traceback of a failure would keep them alive."""
+
+    template: Template
+    texts: Mapping[str, str]
+    media: list[Encoded]
+    source: list[Encoded]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for identical questions."""
+        uuids = tuple(one.uuid for one in (*self.media, *self.source))
+        return self.template, tuple(sorted(self.texts.items())), len(self.media), uuids
+
+    def body(self, model: str, carried: set[Encoded] | None, space: int | None) -> bytes:
+        """The request with the data of `carried`, and the ids of all; None: with data only."""
+        media = [one.part(carried) for one in self.media]
+        source = [one.part(carried) for one in self.source]
+        return chat_body(model, self.template, self.texts, media, source, space)
+
+
+class Server:
+    """One server of an HttpJudge: how it reads texts, and which media it holds."""
+
+    def __init__(self, endpoint: Endpoint, path: str) -> None:
+        """path: what precedes /models."""
+        self.endpoint = endpoint
+        self.models = path + "/models"
+        self.chat = path + "/chat/completions"
+        self.special = KNOWN
+        """Finds the special tokens of its model."""
+        self.ids = MediaIds()
+        self.spaces: dict[Template, asyncio.Future[int | None]] = {}
+        """Template → token that it must write between the prefill and the label."""
+
+    async def ask(self, model: str, question: EncodedQuery, timeout_s: float) -> Answer:
+        """The answer to one request. Raises Failure, or Unreadable for a reply that is no chat completion."""
+        template = question.template
+        if reason := refusal(self.special, template.parts(question.texts)):
+            raise Failure(reason, Kind.GIVE_UP)
+        space = await self._space(model, template, timeout_s)
+        try:
+            async with self.ids.sending({*question.media, *question.source}) as carried:
+                reply = await self.endpoint.post(self.chat, question.body(model, carried, space), timeout_s)
+        except NotHeld:
+            reply = await self.endpoint.post(self.chat, question.body(model, None, space), timeout_s)
+        return read(template, first_choice(self.endpoint.url, reply), space is not None)
+
+    async def _space(self, model: str, template: Template, timeout_s: float) -> int | None:
+        """`missing_space`, determined once per template."""
+        known = self.spaces.get(template)
+        if known is None or (known.done() and known.exception()):
+            known = asyncio.ensure_future(missing_space(self.endpoint, self.chat, model, template, timeout_s))
+            self.spaces[template] = known
+        return await asyncio.shield(known)
+
+    async def learn(self) -> None:
+        """Find out what it can do, once it is known to serve the model."""
+        _, version = await self.endpoint.get("/version")
+        if self.endpoint.problem:  # it may have restarted: it holds nothing
+            self.ids = MediaIds()
+            self.spaces = {}
+        self.ids.supported = takes_ids(version)
+        status, tokenizer = await self.endpoint.get("/tokenizer_info")
+        self.special = (served_tokens(tokenizer) if status == 200 else None) or KNOWN
+
+
 class HttpJudge(Judge):
     """Asks one or several servers of the same model; can be used from any thread."""
 
@@ -98,14 +157,9 @@ class HttpJudge(Judge):
             patience_s=config.deadline_s or PATIENCE_S,
             key_env=config.api_key_env,
         )
-        self._api = {e.url: _api_path(url) for e, url in zip(self.pool.endpoints, urls, strict=True)}
-        self.ids = {endpoint.url: MediaIds() for endpoint in self.pool.endpoints}
-        self.special = {endpoint.url: KNOWN for endpoint in self.pool.endpoints}
-        """Server → a pattern that finds its model's special tokens."""
-        self.spaces: dict[str, dict[Template, asyncio.Future[int | None]]] = {e.url: {} for e in self.pool.endpoints}
-        """Server → template → token that it must write between the prefill and the label."""
+        self.servers = {e.url: Server(e, _api_path(url)) for e, url in zip(self.pool.endpoints, urls, strict=True)}
         self.encodings = Encodings(encode)
-        self._asked: WeakKeyDictionary[Media, dict[_Key, asyncio.Future[Answer]]] = WeakKeyDictionary()
+        self._asked: WeakKeyDictionary[Media, dict[Hashable, asyncio.Future[Answer]]] = WeakKeyDictionary()
 
     def reach(self, wait_s: float | None = None, say: Callable[[str], object] = print) -> dict[str, str]:
         """As in Judge; afterwards `model` is what the servers serve."""
@@ -133,79 +187,55 @@ class HttpJudge(Judge):
         start = time.monotonic()
         if query.lacks_source:
             return Answer(None, query.lacks_source)
-        template = query.template
-        how = (self.config.image_format, template.frames, template.max_pixels)
         try:
-            media = [await self.encodings.get(m, *how) for m in query.media]
-            sources = [await self.encodings.get(m, *how) for m in query.source] if template.takes_source else []
+            question = await self._encoded(query)
         except EncodeError as error:
             return Answer(None, str(error), seconds=time.monotonic() - start)
-        if not once or not media:
-            return await self._request(template, query.texts, media, sources)
-        uuids = tuple(e.uuid for e in (*media, *sources))
-        key = (template, tuple(sorted(query.texts.items())), len(media), uuids)
+        if not once or not query.media:
+            return await self._request(question)
         asked = self._asked.setdefault(query.media[0], {})
+        key = question.key
         if key not in asked or (asked[key].done() and asked[key].result().reason):
-            asked[key] = asyncio.ensure_future(self._request(template, query.texts, media, sources))
+            asked[key] = asyncio.ensure_future(self._request(question))
         return await asyncio.shield(asked[key])
 
-    async def _request(
-        self, template: Template, texts: Mapping[str, str], media: list[Encoded], source: list[Encoded]
-    ) -> Answer:
-        """Send a question and parse the answer. Gets no Media: a failure's traceback would keep them alive."""
-        start = time.monotonic()
-        timeout_s = self.config.timeout_s or template.timeout_s
+    async def _encoded(self, query: Query) -> EncodedQuery:
+        """The question as the servers get it. Raises EncodeError."""
+        template = query.template
+        how = (self.config.image_format, template.frames, template.max_pixels)
+        media = [await self.encodings.get(medium, *how) for medium in query.media]
+        source = [await self.encodings.get(medium, *how) for medium in query.source] if template.takes_source else []
+        return EncodedQuery(template, query.texts, media, source)
 
-        def body(carried: set[Encoded] | None, space: int | None) -> bytes:
-            parts, source_parts = ([e.part(carried) for e in some] for some in (media, source))
-            return chat_body(self.model, template, texts, parts, source_parts, space)
+    async def _request(self, question: EncodedQuery) -> Answer:
+        """Send a question to the best server, until it is answered or given up."""
+        start = time.monotonic()
+        timeout_s = self.config.timeout_s or question.template.timeout_s
 
         async def attempt(endpoint: Endpoint) -> Answer:
-            if reason := refusal(self.special[endpoint.url], template.parts(texts)):
-                raise Failure(reason, Kind.GIVE_UP)
-            space = await self._space(endpoint, template, timeout_s)
-            reply = await self._post(endpoint, partial(body, space=space), {*media, *source}, timeout_s)
-            return read(template, first_choice(endpoint.url, reply), space is not None)
+            return await self.servers[endpoint.url].ask(self.model, question, timeout_s)
 
         try:
-            answer, retries = await self.pool.send(attempt, key=texts.get("prompt", ""))
+            answer, retries = await self.pool.send(attempt, key=question.texts.get("prompt", ""))
         except Failure as error:
             return Answer(None, str(error), seconds=time.monotonic() - start)
         return replace(answer, seconds=time.monotonic() - start, retries=retries)
 
-    async def _space(self, endpoint: Endpoint, template: Template, timeout_s: float) -> int | None:
-        """`missing_space`, determined once per server and template."""
-        known = self.spaces[endpoint.url]
-        if template not in known or (known[template].done() and known[template].exception()):
-            path = self._api[endpoint.url] + "/chat/completions"
-            known[template] = asyncio.ensure_future(missing_space(endpoint, path, self.model, template, timeout_s))
-        return await asyncio.shield(known[template])
-
-    async def _post(
-        self, endpoint: Endpoint, body: Callable[[set[Encoded] | None], bytes], media: set[Encoded], timeout_s: float
-    ) -> bytes:
-        """The reply to a question, which names by id the media that the server holds."""
-        path = self._api[endpoint.url] + "/chat/completions"
-        try:
-            async with self.ids[endpoint.url].sending(media) as carried:
-                return await endpoint.post(path, body(carried), timeout_s)
-        except NotHeld:
-            return await endpoint.post(path, body(None), timeout_s)
-
     async def _check(self, endpoint: Endpoint) -> str:
         """Why a server must not be asked: it is down, or serves another model, which some servers do not refuse."""
+        server = self.servers[endpoint.url]
         status, _ = await endpoint.get("/health")
         if status >= 500:  # not every server implements it
             raise Starting(f"/health answered {status}")
-        path = self._api[endpoint.url] + "/models"
-        status, raw = await endpoint.get(path)
+        status, raw = await endpoint.get(server.models)
         if status >= 500:
-            raise Starting(f"{path} answered {status}")
+            raise Starting(f"{server.models} answered {status}")
         served = _models(raw) if status == 200 else []
         refused = status in (401, 403)
         if refused or not (served or self.config.model):
             key = "; is api_key_env the environment variable of its key?" if refused else ""
-            return f"lists no model: {path} answered {status}{key}; expected an OpenAI-compatible server or judge.model"
+            found = f"{server.models} answered {status}{key}"
+            return f"lists no model: {found}; expected an OpenAI-compatible server or judge.model"
         if not self.model and len(served) > 1:
             return f"serves several models ({', '.join(served)}); set the judge's model to one of them"
         model = self.model or served[0]
@@ -213,13 +243,7 @@ class HttpJudge(Judge):
             hint = did_you_mean(model, served)
             return f"serves {', '.join(served)}, not '{model}'{hint}; set the judge's model to a served name"
         self.model = model
-        _, version = await endpoint.get("/version")
-        if endpoint.problem:  # it may have restarted: it holds nothing
-            self.ids[endpoint.url] = MediaIds()
-            self.spaces[endpoint.url] = {}
-        self.ids[endpoint.url].supported = takes_ids(version)
-        status, tokenizer = await endpoint.get("/tokenizer_info")
-        self.special[endpoint.url] = (served_tokens(tokenizer) if status == 200 else None) or KNOWN
+        await server.learn()
         return ""
 
 
@@ -256,55 +280,8 @@ def open_judge(
     return found
 
 
-def first_choice(url: str, payload: bytes) -> dict[str, Any]:
-    """The first choice of a chat completion; Unreadable if there is none."""
-    try:
-        choice = json.loads(payload)["choices"][0]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise answers.Unreadable(
-            f"{url} sent no readable chat completion ({describe_error(error)}): {payload[:80]!r}"
-        ) from error
-    if not isinstance(choice, dict):
-        raise answers.Unreadable(f"{url} sent a chat completion whose choice is no object: {payload[:80]!r}")
-    return choice
-
-
-def read(template: Template, choice: Mapping[str, Any], after_space: bool = False) -> Answer:
-    """What a choice says, as the template specifies; missing, with the reason, if it contains nothing usable.
-
-    after_space: the label is the second token.
-    """
-    message = choice.get("message")
-    keys = ("content", "reasoning", "reasoning_content")
-    text, *hidden = (_utf8(message.get(key)) if isinstance(message, dict) else None for key in keys)
-    thoughts = hidden[0] or hidden[1]
-    raw = _utf8(str(choice)[:200] if text is None else text) or ""
-    if thoughts:
-        raw = f"<think>{thoughts}</think>{text or ''}"
-    try:
-        if template.answer == "soft" and template.labels:
-            first, second = answers.label_logprobs(choice, template.labels, template.variants, after_space)
-            value, reason = two_label_softmax(first, second, MIN_LABEL_MASS)
-            return Answer(value, reason, raw=f"logp {first:.4f} {second:.4f}")
-        if template.answer == "word" and template.labels:
-            return Answer(answers.word_probability(choice, template.labels))
-        if text is None:
-            only = f"the judge only thought, for max_tokens = {template.max_tokens}: {answers.NO_THINKING}"
-            raise answers.Unreadable(only if thoughts else "the server's answer has no text")
-        value, parts = answers.parse_answer(template, text, choice.get("finish_reason") in _CUT)
-        return Answer(value, raw=raw, parts=parts)
-    except answers.Unreadable as error:
-        thinks = f"; the judge thinks first: {answers.NO_THINKING}" if thoughts and template.labels else ""
-        return Answer(None, f"{error}{thinks}", raw=raw)
-
-
-def _utf8(text: Any) -> str | None:
-    """A text without lone surrogates, which cannot be written to a log; None for anything else."""
-    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
-
-
 def _api_path(url: str) -> str:
-    """What precedes /chat/completions: /v1, unless the address has a path of its own, which ends otherwise."""
+    """What precedes /models: /v1, unless the address has a path of its own, which ends otherwise."""
     path = urlsplit(url).path
     return "/v1" if not path or path.endswith("/v1") else ""
 

@@ -26,9 +26,9 @@ from prefgrpo.data.media import Media
 from prefgrpo.judge.answers import MIN_LABEL_MASS, two_label_softmax
 from prefgrpo.judge.client import Judge
 from prefgrpo.judge.http import JudgeError
-from prefgrpo.judge.request import downscale
-from prefgrpo.judge.special_tokens import any_of, refusal
 from prefgrpo.judge.template import SOURCE, Query, Template, spelled
+from prefgrpo.judge.tokens import any_of, refusal
+from prefgrpo.judge.uploads import downscale
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 _SHARED_TOKENS = 64

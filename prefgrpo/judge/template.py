@@ -10,7 +10,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -216,6 +216,59 @@ def load_pair_templates(name: str, shown: Shown = SHOWN) -> PairTemplates:
     images = load_template(name, shown=shown)
     video = f"{name}_video"
     return PairTemplates(images, load_template(video, shown=shown) if video in shipped_templates() else images)
+
+
+def chat_body(
+    model: str,
+    template: Template,
+    texts: Mapping[str, str],
+    media: Sequence[bytes],
+    source: Sequence[bytes] = (),
+    space: int | None = None,
+) -> bytes:
+    """Build the request from a template, its texts by marker name, and the content parts of media and source images.
+
+    space: token that the server must write before the label (tokens.py).
+    """
+    parts: list[bytes] = []
+    for part in template.parts(texts):
+        if part == SOURCE:
+            parts += source
+        else:
+            parts.append(media[part] if isinstance(part, int) else _text_part(part))
+    head = b'{"model":' + _json(model) + b',"messages":[{"role":"user","content":['
+    return head + b",".join(parts) + b"]" + _tail(template, space)
+
+
+@lru_cache(maxsize=32)
+def _tail(template: Template, space: int | None) -> bytes:
+    """Everything after the user's content: prefill, sampling, logprobs, and the template's own fields."""
+    fields: dict[str, Any] = {"max_tokens": template.max_tokens, "temperature": 0, "seed": 0}
+    turn = b"}]"
+    if template.prefill:
+        turn = b"}," + _json({"role": "assistant", "content": template.prefill}) + b"]"
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    if template.answer in ("soft", "word"):
+        fields |= {"logprobs": True, "top_logprobs": 20}
+    own = json.loads(template.request)
+    if "max_completion_tokens" in own:
+        del fields["max_tokens"]
+    if space is not None:
+        longest = "max_completion_tokens" if "max_completion_tokens" in own else "max_tokens"
+        own |= {longest: 2, "allowed_token_ids": [space]}
+    return turn + b"," + _json({key: value for key, value in (fields | own).items() if value is not None})[1:]
+
+
+@lru_cache(maxsize=32)
+def _text_part(text: str) -> bytes:
+    """A text as a content part, cached because all pairs of a group share it. Lone surrogates, which tokenizers reject,
+    become U+FFFD."""
+    valid = text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return _json({"type": "text", "text": valid})
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _mistakes(t: Template, needs: tuple[str, ...], may: tuple[str, ...], kinds: tuple[str, ...]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from prefgrpo.config.by_path import registered_class
+from prefgrpo.config.schema import Config
 from prefgrpo.models import folder
 from prefgrpo.models.base import Adapter
 
@@ -47,3 +48,9 @@ def family_of(model: str) -> str:
         if not family(name).unsupported_index(index):
             return name
     raise folder.ModelError(f"'{model}' contains a {index.get('_class_name')}, which no model family supports")
+
+
+def makes_clips(config: Config) -> bool:
+    """Whether samples are videos of more than one frame."""
+    frames = config.rollout.frames or family(config.family).default_frames
+    return frames is not None and frames > 1

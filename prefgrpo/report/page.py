@@ -10,6 +10,7 @@ import math
 import random
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +70,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     return path
 
 
+@cache
 def _template() -> Template:
     """page.html.j2 with the filters that write numbers."""
     loader = FileSystemLoader(Path(__file__).parent)

@@ -1,5 +1,5 @@
-"""What is recorded of a step's comparisons: judge/… metrics, and the log with a JSON line per comparison, without
-pixels, in a file per process.
+"""What is recorded of a step's answers: reward/… and judge/… metrics, and the log with a JSON line per comparison,
+without pixels, in a file per process.
 
 Invariant: every comparison of a step is logged once; a run that repeats steps first removes their old lines.
 """
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.metric import Metric
@@ -51,6 +52,34 @@ def truncate_log(path: Path, step: int) -> None:
             if written and int(written[1]) <= step and line.endswith("}\n"):
                 new.write(line)
     kept.replace(path)
+
+
+def step_metrics(
+    values: Mapping[str, NDArray[np.float64]],
+    seconds: Mapping[str, Sequence[float]],
+    answers: Mapping[str, Sequence[Mapping[Key, Answer]]],
+    wait_s: float,
+) -> dict[str, float]:
+    """reward/… and judge/… metrics of a step.
+
+    values: by reward, NaN where missing. seconds: durations of its requests or calls. answers: of rewards that compare,
+    about each group's pairs; with several, judge/NAME/… are those of each. wait_s: how long answers were awaited.
+    """
+    metrics: dict[str, float] = {}
+    for name, table in values.items():
+        missing = np.isnan(table)
+        if missing.size:
+            metrics[f"reward/{name}/missing_rate"] = Metric(float(missing.mean()), weight=missing.size)
+        if taken := seconds.get(name):
+            p50, p95 = np.percentile(taken, [50, 95]).tolist()
+            metrics[f"reward/{name}/latency_p50"] = Metric(p50, timed=True)
+            metrics[f"reward/{name}/latency_p95"] = Metric(p95, "max", timed=True)
+    if judged := [of_group for groups in answers.values() for of_group in groups if of_group]:
+        metrics |= judge_metrics(judged) | {"judge/wait_s": Metric(wait_s, "max", timed=True)}
+    for name, groups in answers.items() if len(answers) > 1 else ():
+        of_judge = judge_metrics(groups)
+        metrics |= {key.replace("judge/", f"judge/{name}/"): value for key, value in of_judge.items()}
+    return metrics
 
 
 def judge_metrics(groups: Sequence[Mapping[Key, Answer]]) -> dict[str, float]:

@@ -6,14 +6,14 @@
     unifiedreward_flex            (w_o · r_i + w_c · Σ_d w_d r_id / Σ_d w_d) / (w_o + w_c)
 
 A plan is a function (group size, seed) -> [(first shown, second shown), …], and depends on nothing else. The order
-within pairs is balanced, so that a judge's position bias favours no member: each is as often first as second, ±1.
-`soft`: W holds the probabilities. `hard`: each is rounded to {0, ½, 1} and the two orders of a pair are averaged, so
-that contradictory answers give ½. θ maximises the likelihood under a prior worth PRIOR drawn games of every member
+within pairs is balanced, so that a judge's position bias favours no member: each is as often first as second, ±1. W
+holds the probabilities; with `round_verdicts`, each is rounded to {0, ½, 1} and the two orders of a pair are averaged,
+so that contradictory answers give ½. θ maximises the likelihood under a prior worth PRIOR drawn games of every member
 against θ = 0. r_id: win rate of member i in the judge's category d; the sums run over the categories in which it was
-compared. The win rates are what is reported; where they alone are trained on, the update computes their advantages
-from the same wins W and counts n (objectives/advantages.py). Invariant: a failed comparison is ignored for both
-members, a member without any answer is missing, the strength of an undefeated member stays finite, and values do not
-depend on the order in which members or answers arrive.
+compared. The win rates are what is reported; where they alone are trained on, the update computes their advantages from
+the same wins W and counts n (objectives/advantages.py). Invariant: a failed comparison is ignored for both members, a
+member without any answer is missing, the strength of an undefeated member stays finite, and values do not depend on the
+order in which members or answers arrive.
 Sources: UnifiedReward-Think (arXiv 2505.03318), UnifiedReward-Flex, Pref-GRPO (arXiv 2508.20751).
 """
 
@@ -41,7 +41,6 @@ from prefgrpo.rewards.vlm import Judged
 Plan = Callable[[int, int], list[Key]]
 Floats = NDArray[np.float64]
 Rate = Literal["win_rate", "bradley_terry"]
-VerdictKind = Literal["soft", "hard"]
 PRIOR = 0.3
 """Drawn games of every member against an average one."""
 _MAX_NEWTON_STEPS = 200
@@ -122,21 +121,21 @@ def pair_table(size: int, values: Iterable[tuple[Key, float | None]]) -> Floats:
     return p
 
 
-def rate_groups(p: Floats, rate: Rate = "win_rate", verdict: VerdictKind = "soft") -> tuple[Floats, Floats, Floats]:
+def rate_groups(p: Floats, rate: Rate = "win_rate", round_verdicts: bool = False) -> tuple[Floats, Floats, Floats]:
     """Rate P groups of G members, from their verdicts p [P, G, G], in one batch.
 
     rate: the mean over a member's comparisons, or its mean win probability against the whole group under Bradley-Terry.
-    verdict: probabilities, or each verdict rounded to {0, ½, 1} and the two orders of a pair averaged. Returns
+    round_verdicts: round each to {0, ½, 1}, and average the two orders of a pair. Returns
     (ratings [P, G] in [0, 1], NaN without a verdict; wins [P, G, G]: the summed verdicts that row beats column; counts
     [P, G, G]: the number of these verdicts).
     """
     shown = torch.from_numpy(~np.isnan(p)).double()
-    first = torch.from_numpy(np.nan_to_num(p if verdict == "soft" else (np.sign(p - 0.5) + 1) / 2))
+    first = torch.from_numpy(np.nan_to_num((np.sign(p - 0.5) + 1) / 2 if round_verdicts else p))
     wins = first + (shown - first).mT
     counts = shown + shown.mT
     if rate == "bradley_terry":
         return _mean_win(bradley_terry(wins, counts)).double().numpy(), wins.numpy(), counts.numpy()
-    if verdict == "hard":
+    if round_verdicts:
         wins = wins / counts.clamp(min=1.0)
         counts = counts.clamp(max=1.0)
     values = (wins.sum(2) / counts.sum(2)).float()  # so that equal rates stay equal
@@ -180,12 +179,12 @@ def bradley_terry(wins: Tensor, counts: Tensor, *, prior: float = PRIOR) -> Tens
 class Compares(Reward):
     """Asks about pairs of a group's members. A subclass, or a class beside it, answers.
 
-    plan: which pairs are compared: both_orders, round_robin or k_regular(n). verdict: soft (probabilities) or hard
-    (won, tied or lost). rate: win_rate, or bradley_terry for plans that do not compare every pair.
+    plan: which pairs are compared: both_orders, round_robin or k_regular(n). round_verdicts: count a pair as won, tied
+    or lost, whatever its probability. rate: win_rate, or bradley_terry for plans that do not compare every pair.
     """
 
     plan: str = "both_orders"
-    verdict: VerdictKind = "soft"
+    round_verdicts: bool = False
     rate: Rate = "win_rate"
 
     compares = True
@@ -206,7 +205,7 @@ class Compares(Reward):
     def tally(self, size: int, answers: Mapping[Key, Answer]) -> Tally:
         """Win rates from the answers about pairs."""
         p = pair_table(size, ((pair, answer.value) for pair, answer in answers.items()))
-        rates, wins, counts = rate_groups(p[None], self.rate, self.verdict)
+        rates, wins, counts = rate_groups(p[None], self.rate, self.round_verdicts)
         reasons = _reasons(size, answers)
         members = [Answer(None, reasons[i]) if np.isnan(r) else Answer(r) for i, r in enumerate(rates[0].tolist())]
         return Tally(members, np.stack([wins[0], counts[0]]))
@@ -248,7 +247,7 @@ class ComparesInCategories(Compares):
         rates: dict[str, list[float]] = {}
         if names:
             tables = [pair_table(size, ((pair, of_pair.get(n)) for pair, of_pair in parts.items())) for n in names]
-            found, _, _ = rate_groups(np.stack(tables), self.rate, self.verdict)
+            found, _, _ = rate_groups(np.stack(tables), self.rate, self.round_verdicts)
             rates = dict(zip(names, found.tolist(), strict=True))
         members = [self._blend(s, {n: r[i] for n, r in rates.items()}) for i, s in enumerate(overall.members)]
         return replace(overall, members=members)

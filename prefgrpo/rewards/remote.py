@@ -21,7 +21,7 @@ from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.judge.http import Endpoint, Failure, HttpPool, JudgeError, Starting, describe_error
-from prefgrpo.judge.request import EncodeError, Encodings, png
+from prefgrpo.judge.uploads import EncodeError, Encodings, png
 from prefgrpo.rewards.base import Question, Reward, RewardError, Sample
 
 _LARGEST_WEBP = 16383

@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.answer import Answer
-from prefgrpo.data.metric import Metric
 from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.rewards.base import NOT_GENERATED, Key, Question, Reward, Sample, Tally, answers_in_process, reason_of
-from prefgrpo.rewards.log import judge_metrics, log_judgements
+from prefgrpo.rewards.log import log_judgements, step_metrics
 from prefgrpo.rewards.pairs import Plan, rounded
 
 AT_ONCE = 16
@@ -57,7 +56,7 @@ class StepScores:
 
 
 @dataclass
-class _Step:
+class _OpenStep:
     """State of a step between `begin` and `finish`."""
 
     number: int
@@ -139,7 +138,7 @@ class Scorer:
         self.active = active
         self._log = Path(log_path) if log_path else None
         self._lock = threading.Lock()
-        self._open_steps: list[_Step] = []
+        self._open_steps: list[_OpenStep] = []
         self._worker = ThreadPoolExecutor(1, "rewards")
         self._device: int | None = None  # the process's GPU, if it uses one
 
@@ -150,7 +149,7 @@ class Scorer:
         if torch.cuda.is_initialized():
             self._device = torch.cuda.current_device()
         keys = {name: {group: self._keys(name, self._seed(step, group)) for group in groups} for name in self.rewards}
-        self._open_steps.append(_Step(step, {group: {} for group in groups}, keys))
+        self._open_steps.append(_OpenStep(step, {group: {} for group in groups}, keys))
 
     def add(self, group: int, member: int, sample: Sample) -> None:
         """Hand over a sample as member 0 … G − 1 of a group, from any thread; does not block."""
@@ -206,9 +205,11 @@ class Scorer:
         values = {name: table.reshape(-1, self.group_size) for name, table in values.items()}  # None: NaN
         shape = (-1, 2, self.group_size, self.group_size)
         comparisons = {name: np.array(rows, np.float64).reshape(shape) for name, rows in tables.items()}
-        metrics = self._metrics(step, values, answers, wait_s) if self.active else {}
-        reasons = _reasons(scores, answers) if self.active else {}
-        return StepScores(step.samples, values, scores, answers, comparisons, metrics, reasons)
+        if not self.active:
+            return StepScores(step.samples, values, scores, answers, comparisons, {}, {})
+        self._log_answers(step, answers)
+        metrics = step_metrics(values, step.seconds, answers, wait_s)
+        return StepScores(step.samples, values, scores, answers, comparisons, metrics, _reasons(scores, answers))
 
     def cancel(self) -> None:
         """Cancel all unfinished steps."""
@@ -246,13 +247,13 @@ class Scorer:
             answers = {key: rounded(answer) for key, answer in answers.items()}
         return reward.tally(self.group_size, answers)
 
-    def _calls(self, step: _Step, name: str) -> list[list[int]]:
+    def _calls(self, step: _OpenStep, name: str) -> list[list[int]]:
         """The groups of each call of an in-process reward: always the same ones, whatever arrives first."""
         groups = list(step.samples)
         together = 1 if self.rewards[name].compares else max(AT_ONCE // self.group_size, 1)
         return [groups[k : k + together] for k in range(0, len(groups), together)]
 
-    def _send(self, step: _Step, name: str, group: int, member: int) -> None:
+    def _send(self, step: _OpenStep, name: str, group: int, member: int) -> None:
         """Ask a streaming reward the questions that a new member completes."""
         for key in step.keys[name][group]:
             question = step.question(group, key) if member in key else None
@@ -260,7 +261,7 @@ class Scorer:
                 answer = loop_thread().submit(self.rewards[name].answer(*question))
                 step.expect(name, [(group, key)], answer)
 
-    def _start(self, step: _Step, name: str, groups: list[int]) -> None:
+    def _start(self, step: _OpenStep, name: str, groups: list[int]) -> None:
         """Ask an in-process reward all questions about the members of these groups that exist."""
         asked: dict[tuple[int, Key], Question] = {}
         for group in groups:
@@ -276,33 +277,13 @@ class Scorer:
 
         step.expect(name, list(asked), self._worker.submit(work))
 
-    def _metrics(
-        self,
-        step: _Step,
-        values: Mapping[str, NDArray[np.float64]],
-        answers: Mapping[str, list[dict[Key, Answer]]],
-        wait_s: float,
-    ) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for name, table in values.items():
-            missing = np.isnan(table)
-            if missing.size:
-                metrics[f"reward/{name}/missing_rate"] = Metric(float(missing.mean()), weight=missing.size)
-            if seconds := step.seconds[name]:
-                p50, p95 = np.percentile(seconds, [50, 95]).tolist()
-                metrics[f"reward/{name}/latency_p50"] = Metric(p50, timed=True)
-                metrics[f"reward/{name}/latency_p95"] = Metric(p95, "max", timed=True)
-        if judged := [of_group for groups in answers.values() for of_group in groups if of_group]:
-            metrics |= judge_metrics(judged) | {"judge/wait_s": Metric(wait_s, "max", timed=True)}
-        for name, groups in answers.items() if len(answers) > 1 else ():
-            of_judge = judge_metrics(groups)
-            metrics |= {key.replace("judge/", f"judge/{name}/"): value for key, value in of_judge.items()}
+    def _log_answers(self, step: _OpenStep, answers: Mapping[str, list[dict[Key, Answer]]]) -> None:
+        if self._log is None:
+            return
         for name, groups in answers.items():
             for (group, members), of_group in zip(step.samples.items(), groups, strict=True):
                 prompt = next((sample.prompt for sample in members.values()), "")
-                if self._log:
-                    log_judgements(self._log, name, step.number + 1, group, prompt, of_group)
-        return metrics
+                log_judgements(self._log, name, step.number + 1, group, prompt, of_group)
 
 
 def _reasons(

@@ -18,7 +18,7 @@ from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import COMBINE, Config, TrainConfig
 from prefgrpo.judge.http import JudgeError
-from prefgrpo.models import family
+from prefgrpo.models import family, makes_clips
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError, is_hub_id
 from prefgrpo.objectives import OBJECTIVES, make_objective
@@ -32,7 +32,7 @@ from prefgrpo.rollout.assignment import batch_sizes, busy_prompts, busy_share
 from prefgrpo.rollout.sampling import Schedules, load_rule
 from prefgrpo.run.folder import run_of
 from prefgrpo.run.log import PAIRS
-from prefgrpo.run.rewards import asks_judge, judge_config, makes_clips, pairwise_templates
+from prefgrpo.run.rewards import asks_judge, judge_config, pairwise_templates
 
 
 def refuse(mistakes: list[str]) -> None:

@@ -29,8 +29,9 @@ from prefgrpo.data.prompts import Prompt
 from prefgrpo.data.writer import Writer
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import Sample
+from prefgrpo.rewards.base import Reward, Sample
 from prefgrpo.rewards.log import head_and_tail
+from prefgrpo.rewards.pairs import both_orders
 from prefgrpo.rewards.scorer import Scorer, StepScores
 from prefgrpo.rollout.assignment import BatchPlan
 from prefgrpo.rollout.embeddings import Embeddings
@@ -53,7 +54,6 @@ from prefgrpo.run.measures import (
     interval,
     keys_of,
 )
-from prefgrpo.run.rewards import judges_of
 from prefgrpo.sde.noise import EVALUATION_IDS, HELD_OUT_GROUPS
 from prefgrpo.update.endpoint import EndpointGradients
 
@@ -330,6 +330,21 @@ def over_ranks(world: World, eval_set: EvalSet, index: Sequence[int], measures: 
     return compared(eval_set.name, groups, every)
 
 
+def evaluation_scorer(config: Config, rewards: Mapping[str, Reward]) -> Scorer:
+    """The scorer of (current, initial) pairs under the rewards of `config.measured`: pairs are compared in both orders,
+    and a judge's answers are rounded to won, tied or lost."""
+    trained = {entry.name for entry in config.rewards if entry.weight and entry in config.measured}
+    rewards = dict(sorted(rewards.items(), key=lambda item: item[0] not in trained))
+    return Scorer(rewards, 2, config.judge.deadline_s, config.seed, plan=both_orders)
+
+
+def judges_of(rewards: Mapping[str, Reward]) -> dict[str, str]:
+    """Name of each pairwise judge → its name in an evaluation: `judge` for the first, which is a trained one if there
+    is one; the others keep their names."""
+    names = [name for name, reward in rewards.items() if reward.compares and reward.judged]
+    return {name: name if k else "judge" for k, name in enumerate(names)}
+
+
 def compare(scorer: Scorer, pairs: Sequence[BothSamples]) -> Compared:
     """All rewards' measures of each pair, with the judges' answers."""
     scores = _scored(scorer, pairs)
@@ -348,18 +363,21 @@ def compare(scorer: Scorer, pairs: Sequence[BothSamples]) -> Compared:
 
 def tied(scorer: Scorer, samples: Sequence[Sample]) -> Compared:
     """The measures of each sample against itself: a tie, which no judge is asked about."""
-    pointwise = {name: reward for name, reward in scorer.rewards.items() if not reward.compares}
-    scores = _scored(Scorer(pointwise, 1, scorer.deadline_s), [[one] for one in samples])
+    scores = _scored(scorer, [[one] for one in samples])  # no opponent: nothing is compared
     judges = _judges(scorer)
     measures: list[PairMeasures] = [{} for _ in samples]
-    for reward in scorer.rewards:
-        for k, of_pair in enumerate(measures):
+    reasons = Counter[str]()
+    for reward, groups in scores.scores.items():
+        for of_pair, (score, _) in zip(measures, groups, strict=True):
             if reward in judges:
                 of_pair[judges[reward]] = Measure(wins=0.5)
-            else:
-                score = scores.scores[reward][k][0] if reward in pointwise else Answer(0.5)
-                of_pair |= _valued(reward, score, score)
-    return Compared(measures, [[] for _ in samples], Counter(scores.reasons))
+                continue
+            if scorer.rewards[reward].compares:
+                score = Answer(0.5)
+            elif score.value is None:
+                reasons[f"{reward}: {score.reason}"] += 1
+            of_pair |= _valued(reward, score, score)
+    return Compared(measures, [[] for _ in samples], reasons)
 
 
 def _scored(scorer: Scorer, groups: Sequence[Sequence[Sample]]) -> StepScores:

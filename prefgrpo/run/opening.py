@@ -20,7 +20,7 @@ from prefgrpo.config.recipe import ConfigError, UserError
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import Prompt, fingerprint
 from prefgrpo.data.writer import Writer
-from prefgrpo.models import DTYPES, family
+from prefgrpo.models import DTYPES, family, makes_clips
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError, locate
 from prefgrpo.models.weights import locate_lora
@@ -38,7 +38,6 @@ from prefgrpo.run import checkpoint
 from prefgrpo.run.errors import model_errors, refuse, window_errors
 from prefgrpo.run.evaluation import Evaluator, eval_sets
 from prefgrpo.run.folder import RunFolder, run_of
-from prefgrpo.run.rewards import makes_clips
 from prefgrpo.run.source import Source
 from prefgrpo.update.endpoint import EndpointGradients
 from prefgrpo.update.gradients import Gradients

@@ -1,4 +1,4 @@
-"""Builds a run's rewards, each with its own judge, and the scorers of training and evaluation.
+"""Builds a run's rewards, each with its own judge.
 
 Invariant: a reward is built once, by name, and evaluation uses the trained object; before the model loads, every
 process has reached its judge and rank 0 has checked its answers.
@@ -10,7 +10,6 @@ import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from prefgrpo.config.loading import section
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.rewards import RewardEntry
-from prefgrpo.config.schema import SEPARATE, Config, JudgeConfig
+from prefgrpo.config.schema import Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.check import Shape, check
@@ -32,13 +31,11 @@ from prefgrpo.judge.template import (
     load_pair_templates,
     load_template,
 )
-from prefgrpo.models import family
+from prefgrpo.models import makes_clips
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, factory, load_class
 from prefgrpo.rewards.base import Reward, Sample
 from prefgrpo.rewards.functions import failure
-from prefgrpo.rewards.pairs import both_orders
-from prefgrpo.rewards.scorer import Scorer
 
 
 def asks_judge(entry: RewardEntry) -> bool:
@@ -175,12 +172,6 @@ class Rewards:
             reward.close()
 
 
-def makes_clips(config: Config) -> bool:
-    """Whether samples are videos of more than one frame."""
-    frames = config.rollout.frames or family(config.family).default_frames
-    return frames is not None and frames > 1
-
-
 def unsupported(
     kinds: Sequence[str],
     field: str,
@@ -214,30 +205,3 @@ def unsupported(
                 first = f"the first: {some[0].text[:60]!r} ({advice})"
                 errors.append(f"{field}: {needs}, which {len(some)} prompt(s) lack, {first}")
     return errors
-
-
-def training_scorer(config: Config, rewards: Mapping[str, Reward], log: Path, world: World) -> Scorer:
-    """The scorer of training groups. log: where this process writes its comparisons."""
-    split = [name for name, reward in rewards.items() if reward.part_weights]
-    combine = config.advantage.combine
-    if split and combine not in SEPARATE:
-        message = f"advantage.combine: expected {' or '.join(SEPARATE)}, got {combine}, but {', '.join(split)}"
-        raise ConfigError([f"{message} normalises its parts separately; change one of the two"])
-    return Scorer(
-        rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log, active=world.is_dp_leader
-    )
-
-
-def evaluation_scorer(config: Config, rewards: Mapping[str, Reward]) -> Scorer:
-    """The scorer of (current, initial) pairs under the rewards of `config.measured`: pairs are compared in both orders,
-    and a judge's answers are rounded to won, tied or lost."""
-    trained = {entry.name for entry in config.rewards if entry.weight and entry in config.measured}
-    rewards = dict(sorted(rewards.items(), key=lambda item: item[0] not in trained))
-    return Scorer(rewards, 2, config.judge.deadline_s, config.seed, plan=both_orders)
-
-
-def judges_of(rewards: Mapping[str, Reward]) -> dict[str, str]:
-    """Name of each pairwise judge → its name in an evaluation: `judge` for the first, which is a trained one if there
-    is one; the others keep their names."""
-    names = [name for name, reward in rewards.items() if reward.compares and reward.judged]
-    return {name: name if k else "judge" for k, name in enumerate(names)}

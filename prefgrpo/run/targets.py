@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from prefgrpo.config.schema import COMBINE, Config
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import COMBINE, SEPARATE, Config
 from prefgrpo.data.media import Media
 from prefgrpo.data.metric import Metric
 from prefgrpo.data.pairs import PairGroup
@@ -26,7 +28,7 @@ from prefgrpo.ops import winrate_advantage
 from prefgrpo.ops.advantage import Std
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Reward, Sample
-from prefgrpo.rewards.scorer import StepScores
+from prefgrpo.rewards.scorer import Scorer, StepScores
 from prefgrpo.rollout.buckets import bucket_of, fitted
 from prefgrpo.rollout.plan import StepPlan
 from prefgrpo.rollout.render import sample
@@ -56,6 +58,18 @@ class RewardsMissing(RuntimeError):
 
 class NoInformation(RuntimeError):
     """The judge's verdicts have carried no information about the images for several steps."""
+
+
+def training_scorer(config: Config, rewards: Mapping[str, Reward], log: Path, world: World) -> Scorer:
+    """The scorer of training groups. log: where this process writes its comparisons."""
+    split = [name for name, reward in rewards.items() if reward.part_weights]
+    combine = config.advantage.combine
+    if split and combine not in SEPARATE:
+        message = f"advantage.combine: expected {' or '.join(SEPARATE)}, got {combine}, but {', '.join(split)}"
+        raise ConfigError([f"{message} normalises its parts separately; change one of the two"])
+    return Scorer(
+        rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log, active=world.is_dp_leader
+    )
 
 
 @dataclass(frozen=True)
@@ -231,8 +245,9 @@ class PairTargets:
             media = [Media(one.pixels(), adapter.frame_rate) for one in entries if one is not None]
             samples[k] = {m: sample(group.prompt, medium, sizes) for m, medium in enumerate(media)}
         targets = targets_of(some)
-        games = torch.stack([targets.wins, targets.counts], 1).double().numpy()
-        return StepScores(samples, {PAIRS: targets.win_rate().double().numpy()}, {}, {}, {PAIRS: games}, {}, {})
+        comparisons = torch.stack([targets.wins, targets.counts], 1).double().numpy()
+        rates = targets.win_rate().double().numpy()
+        return StepScores(samples, {PAIRS: rates}, {}, {}, {PAIRS: comparisons}, {}, {})
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
     for key, row in found["win_rates"].items():
         parts = ("low", "high", *(("first", "second") if "judge" in key else ()))
         assert [row["rate"], *(row[part] for part in parts)] == [known[key], *(known[f"{key}_{p}"] for p in parts)]
-        assert row["verdict"] == f"inconclusive: fewer than {MIN_PROMPTS} prompts"
+        assert row["conclusion"] == f"inconclusive: fewer than {MIN_PROMPTS} prompts"
     assert set(found["win_rates"]) == {"dev/win_judge", "dev/win_jpeg_incompressibility"}
     mean = found["means"]["dev/jpeg_incompressibility"]
     assert (mean["now"], mean["before"]) == tuple(known[f"dev/jpeg_incompressibility{end}"] for end in ("", "_before"))
@@ -96,7 +96,7 @@ def test_checkpoints_and_runs_are_told_apart(place, evaluate):
         own = [*MEASURED, "--seed", "0", "--against", place / "runs" / target]
         _, found = evaluate(target, *own)
         rate = found["win_rates"]["dev/win_jpeg_incompressibility"]
-        assert rate["rate"] == rate["low"] == rate["high"] == 0.5 and rate["verdict"].startswith("inconclusive")
+        assert rate["rate"] == rate["low"] == rate["high"] == 0.5 and rate["conclusion"].startswith("inconclusive")
         shown.append(found["means"]["dev/jpeg_incompressibility"]["now"])
     assert len(set(shown)) == 3
     _, found = evaluate("one", *MEASURED, "--against", place / "runs/two", "--seed", "0")

@@ -1,12 +1,17 @@
-"""Parsing of a judge's text: the formats that the shipped templates ask for, and that their models were trained on, are
-read; an answer in any other form is missing with a reason, and never guessed.
+"""Reading a judge's answer.
+
+Texts: the formats that the shipped templates ask for, and that their models were trained on, are read; an answer in any
+other form is missing with a reason, and never guessed.
 
 The parsers of Pref-GRPO (commit 3e787f6d) are the oracle for a table of answers; where we differ, the row says why.
 An answer corrupted at random must not crash the parser or yield a value that it does not contain. PREFGRPO_FUZZ_SEED
-selects other answers; the full tier has more.
+selects other answers; the full tier has more. Verdicts from the log-probabilities of labels: token lists that lack a
+label, whose verdict is bounded by the exact softmax; arbitrary JSON at any place in a valid chat completion, truncated
+anywhere, which must neither crash the client nor yield an accidental verdict.
 """
 
 import json
+import math
 import os
 import random
 import re
@@ -17,8 +22,19 @@ from functools import partial
 import numpy as np
 import peers
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from servers import completion
 
-from prefgrpo.judge import answers
+from prefgrpo.judge.answers import (
+    Unreadable,
+    first_choice,
+    label_logprobs,
+    parse_answer,
+    read,
+    two_label_softmax,
+    word_probability,
+)
 from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped_templates
 
 SEED = os.environ.get("PREFGRPO_FUZZ_SEED", "0")
@@ -33,8 +49,8 @@ TEMPLATES["plain"] = replace(TEMPLATES["think"], name="plain", answer="plain")
 def value_of(name, text, cut=False):
     """The verdict or the named scores; None if the answer is `Unreadable`. Any other exception is a bug."""
     try:
-        value, parts = answers.parse_answer(TEMPLATES[name], text, cut)
-    except answers.Unreadable as error:
+        value, parts = parse_answer(TEMPLATES[name], text, cut)
+    except Unreadable as error:
         assert str(error)
         return None
     return parts if value is None else value
@@ -98,7 +114,7 @@ def test_the_formats_that_are_asked_for_are_read(name):
 
 def test_the_first_three_categories_of_flex_are_read_by_name_and_an_unreadable_one_is_left_out():
     text = flex("Image 1", "Image 2", "the first one", "tie", "Image 1")
-    assert answers.parse_answer(TEMPLATES["flex"], text) == (1.0, {"A": 0.0, "C": 0.5})
+    assert parse_answer(TEMPLATES["flex"], text) == (1.0, {"A": 0.0, "C": 0.5})
 
 
 SHORT = {
@@ -344,7 +360,7 @@ JUNK = [
 @MANY
 @pytest.mark.parametrize("name", ASKED)
 def test_a_broken_answer_gives_only_what_stands_in_it(name, count):
-    rng, read = random.Random(f"{SEED} {name}"), 0
+    rng, usable = random.Random(f"{SEED} {name}"), 0
     for _ in range(count):
         text, _ = rng.choice(ASKED[name])
         for _ in range(rng.choice((1, 1, 2, 4))):
@@ -352,11 +368,191 @@ def test_a_broken_answer_gives_only_what_stands_in_it(name, count):
             junk = rng.choice(JUNK)
             text = text[:a] + junk + text[a + rng.choice((0, 1, 5, 20)) :]
         found = value_of(name, text)
-        read += found is not None
+        usable += found is not None
         if isinstance(found, dict):
             lowest = min(low for _, low, _ in TEMPLATES[name].scores or [("", 0, 1)])
             highest = max(high for *_, high in TEMPLATES[name].scores or [("", 0, 1)])
             assert all(lowest <= v <= highest and f"{v:g}" in text.replace("*", "") for v in found.values()), text
         elif found is not None:
             assert found in (0.0, 0.5, 1.0) and (found == 0.5 or str(2 - int(found)) in text), text
-    assert 0 < read < count * 0.97, "some answers are read and some are not"
+    assert 0 < usable < count * 0.97, "some answers are read and some are not"
+
+
+# ---- log-probabilities, and whole replies ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_hidden_thinking_is_kept_and_never_read_as_the_answer(field):
+    said = {"message": {"content": "Edited image 1 is better", field: "Edited image 2 is better"}}
+    verdict = read(load_template("edit_pairwise"), said)
+    assert verdict.value == 1.0 and verdict.raw == "<think>Edited image 2 is better</think>Edited image 1 is better"
+    only = read(load_template("edit_pairwise"), {"message": {"content": None, field: "Edited image 2 is better"}})
+    assert only.value is None and "only thought, for max_tokens = 4096" in only.reason and "</think>" in only.raw
+    begins = read(load_template("compare"), {"message": {"content": None, field: "So"}} | _choice(("So", -0.1)))
+    assert begins.value is None and "neither label" in begins.reason and "the judge thinks first" in begins.reason
+
+
+def _choice(*top):
+    rows = [{"token": t, "logprob": v} for t, v in top]
+    return {"logprobs": {"content": [{"token": "x", "top_logprobs": rows}]}}
+
+
+def test_all_spellings_of_a_label_count_together():
+    log = math.log
+    top = ("▁1", log(0.2)), ("1", log(0.4)), ("2", log(0.3)), ("Ġ2", log(0.03)), ("2\n", log(0.02)), ("x", log(0.05))
+    yes = ("Yes", log(0.3)), (" yes", log(0.2)), ("No", log(0.1)), ("NO ", log(0.3))
+    for given_top, labels, variants, expected in (
+        (top, ("1", "2"), False, [0.6, 0.35]),
+        (top, (" 1", "2"), False, [0.6, 0.35]),
+        (yes, ("Yes", "No"), False, [0.3, 0.1]),
+        (yes, ("Yes", "No"), True, [0.5, 0.4]),
+    ):
+        found = label_logprobs(_choice(*given_top), labels, variants)
+        assert [math.exp(v) for v in found] == pytest.approx(expected)
+    with pytest.raises(Unreadable, match="neither label"):
+        label_logprobs(_choice(("cat", -0.1)), ("1", "2"))
+    for bad in ({}, {"logprobs": None}, {"logprobs": {"content": [{"top_logprobs": [{"token": "1"}]}]}}, _choice()):
+        for read_labels in (label_logprobs, word_probability):
+            with pytest.raises(Unreadable, match="logprobs"):
+                read_labels(bad, ("1", "2"))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("listed", [1, 2, 5, 20])
+def test_an_unlisted_label_gets_the_most_that_the_list_leaves_for_it(listed, dtype):
+    """Oracle: the exact softmax; the verdict must be the least certain one that the listed tokens allow."""
+    rng, absent, exact_at = np.random.default_rng(listed), 0, 0
+    for _ in range(300):
+        logits = rng.normal(scale=rng.choice([0.5, 3.0, 40.0]), size=60)
+        logits[:2] += rng.choice([0.0, 2.0, 9.0])
+        logp = (logits - np.logaddexp.reduce(logits)).astype(dtype)
+        order = np.argsort(-logp)[:listed]
+        top = [(str(k + 1) if k < 2 else f"t{k}", float(logp[k])) for k in order]
+        present = [k for k in (0, 1) if k in order]
+        if not present:
+            continue
+        value = two_label_softmax(*label_logprobs(_choice(*top), ("1", "2")), 0.01)[0]
+        if value is None:
+            continue
+        exact = float(1 / (1 + np.exp(float(logp[1]) - float(logp[0]))))
+        if len(present) == 2:
+            exact_at += 1
+            assert value == pytest.approx(exact, rel=1e-9)
+            continue
+        absent += 1
+        mine = math.exp(logp[present[0]])
+        left = min(math.exp(logp[order[-1]]), max(1.0 - sum(math.exp(logp[k]) for k in order), 0.0))
+        certain = mine / (mine + left)
+        sure, true = (value, exact) if present == [0] else (1 - value, 1 - exact)
+        assert sure <= true + 2e-5 and sure == pytest.approx(certain, abs=2e-5), "no more certain than the list allows"
+        assert sure > 0.5 or left == pytest.approx(mine)
+    assert absent > 20 and (exact_at > 20 or listed == 1)
+
+
+def listed_by_vllm(logp, sampled, top):
+    """A choice as vLLM makes it (OpenAIServingChat): the sampled token, then the likeliest ones; `top` in all."""
+    order = dict.fromkeys([sampled, *np.argsort(-logp, kind="stable")[:top].tolist()])
+    rows = [{"token": str(k + 1), "logprob": max(float(logp[k]), -9999.0)} for k in [*order][:top]]
+    return {"logprobs": {"content": [rows[0] | {"top_logprobs": rows}]}}
+
+
+@pytest.mark.parametrize("top", [1, 2, 5, 20])
+def test_the_bound_holds_whatever_token_was_sampled(top):
+    """At a temperature, or where a template's `request` biases or forbids tokens, the sampled token may be unlikely:
+    it takes the place of a likelier one. A verdict is never more certain than the exact softmax."""
+    rng = np.random.default_rng(top)
+    found = 0
+    missing = 0
+    for _ in range(1000):
+        logits = rng.normal(scale=rng.choice([0.5, 3.0, 10.0]), size=60)
+        logits[:2] += rng.choice([0.0, 2.0, 9.0], size=2)
+        logp = logits - np.logaddexp.reduce(logits)
+        choice = listed_by_vllm(logp, int(rng.choice([0, 1, rng.integers(60)])), top)
+        exact = 1 / (1 + math.exp(logp[1] - logp[0]))
+        try:
+            value = two_label_softmax(*label_logprobs(choice, ("1", "2")), 0.0)[0]
+        except Unreadable:
+            missing += 1
+            continue
+        found += 1
+        assert min(exact, 0.5) - 1e-6 <= value <= max(exact, 0.5) + 1e-6
+        likeliest = word_probability(choice, ("1", "one"))
+        assert likeliest >= math.exp(logp[0]) - 1e-6
+    assert found > 100 and missing > 20
+
+
+def test_a_forbidden_token_leaves_no_verdict_for_the_wrong_label():
+    """`allowed_token_ids` makes vLLM sample label 1 at rank 21 of the raw probabilities; label 2 is the twentieth."""
+    p = np.array([0.012, 0.03, *np.linspace(0.06, 0.04, 19)])
+    choice = listed_by_vllm(np.log(p), 0, 20)
+    assert "2" not in [row["token"] for row in choice["logprobs"]["content"][0]["top_logprobs"]]
+    with pytest.raises(Unreadable, match=r"the other may be the likelier.*allowed_token_ids"):
+        label_logprobs(choice, ("1", "2"))
+
+
+def test_tokens_of_one_text_are_added():
+    """Two tokens can have one text: with a space that a server strips, or a byte of it."""
+    log = math.log
+    top = ("1", log(0.5)), ("2", log(0.3)), ("1", log(0.1)), ("2", log(0.05)), ("1", log(0.01))
+    found = label_logprobs(_choice(*top), ("1", "2"))
+    assert [math.exp(v) for v in found] == pytest.approx([0.61, 0.35])
+    assert word_probability(_choice(*top), ("1", "one")) == pytest.approx(0.61)
+
+
+def test_one_certain_entry_is_a_certain_verdict():
+    for logp in (0.0, -1e-12, 1e-7):  # the listed probabilities sum to 1 or, by rounding, more
+        first, second = label_logprobs(_choice(("1", logp)), ("1", "2"))
+        assert two_label_softmax(first, second, 0.01)[0] > 1 - 1e-6 and math.isfinite(second)
+    assert math.isnan(label_logprobs(_choice(("1", -0.1), ("x", math.nan)), ("1", "2"))[1])
+
+
+@given(st.floats(-50, 0), st.floats(-50, 0))
+def test_a_verdict_is_the_two_label_softmax_and_missing_without_probability(first, second):
+    a, b = math.exp(first), math.exp(second)
+    assert two_label_softmax(first, second, 0.0)[0] == pytest.approx(a / (a + b), rel=1e-9)
+    assert (two_label_softmax(first, second, 0.01)[0] is None) == (not a + b >= 0.01)
+    assert two_label_softmax(math.nan, second, 0.01)[0] is two_label_softmax(-9999.0, -9999.0, 0.01)[0] is None
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+JSON = st.recursive(
+    LEAVES | st.sampled_from(["1", "2", "Image 1"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+GOOD = completion(3.0)
+
+
+def places(value, at=()):
+    """Every path into a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(path for key, item in inner for path in places(item, (*at, key)))]
+
+
+def replaced(value, path, new):
+    """`value` with `new` at `path`."""
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copy
+
+
+@pytest.mark.parametrize("name", ["compare", "think", "flex", "edit_pairwise", "consistency"])
+@given(path=st.sampled_from(places(GOOD)), new=JSON, cut=st.integers(0, 2000))
+@settings(max_examples=100)
+def test_no_payload_crashes_the_client_or_becomes_a_verdict_by_accident(name, path, new, cut):
+    payload = json.dumps(replaced(GOOD, path, new)).encode()[: cut or None]
+    try:
+        choice = first_choice("http://x", payload)
+    except Unreadable as error:
+        assert str(error)
+        return
+    answer = read(load_template(name), choice)
+    if answer.value is None:
+        assert answer.reason
+        return
+    assert 0.0 <= answer.value <= 1.0
+    if name == "compare":  # for text templates "1" is a valid verdict
+        tops = json.loads(payload)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        assert all(float(top["logprob"]) <= 0.01 for top in tops if str(top["token"]).strip() in ("1", "2"))

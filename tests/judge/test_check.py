@@ -1,23 +1,22 @@
-"""A judge whose answers carry no information: `judge check` and the start of a run name the fault, and a run stops."""
+"""The check of a judge at the start of a run, and `judge check`: it names what is wrong (CHECKS), a judge whose answers
+carry no information (FAULTS), and how often a judge agrees with people. Whole runs: tests/runs/test_judged.py.
+"""
 
 import contextlib
 import json
-import re
 
 import numpy as np
 import pytest
-from aiohttp import web
 from PIL import Image
-from ranks import ranks, train
-from servers import MODEL, JudgeServer, asker, text_of
-from world import merged, recipe, rows
+from ranks import free_port
+from servers import MODEL, JudgeServer, _error, asker, images
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.tables import DataError
 from prefgrpo.judge import check as check_module
-from prefgrpo.judge.check import check
+from prefgrpo.judge import http
+from prefgrpo.judge.check import Shape, agreement, check, human_pairs
 from prefgrpo.judge.http import JudgeError
-from prefgrpo.judge.human_pairs import agreement, read_pairs
 from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped_templates
 
 # ---- judge check ----------------------------------------------------------------------------------------------------
@@ -84,16 +83,103 @@ def test_judge_check_names_the_fault(template, fault, capsys):
         assert fault in capsys.readouterr().out
 
 
-def test_a_bad_server_of_two_is_named():
+def test_every_server_is_checked_and_a_bad_one_is_named():
     good, bad = (Server("compare", decide) for decide in (lambda wins, rng: wins, lambda wins, rng: 0))
-    with good, bad:
-        health = check(*asker(JudgeConfig((good.url, bad.url))), known_answers=True)
+    with good, bad, JudgeServer("404") as refuses, JudgeServer("contradict") as contradicts:
+        urls = (good.url, bad.url, refuses.url, contradicts.url)
+        health = check(*asker(JudgeConfig(urls)), known_answers=True)
         lines = "\n".join(health.rows)
+        assert f"{good.url}: ok, serves {MODEL}" in lines
         assert f"{good.url}: known answers: 8 of 8 pairs right" in lines
         assert f"{bad.url}: known answers: 0 of 8" in lines
         assert f"{bad.url}: '{MODEL}' always answers the same" in health.alarm and good.url not in health.alarm
+        assert f"{refuses.url}: '{MODEL}' gave no verdict on a probe pair: " in lines
+        bias = f"mean P(first) over both orders {1 / (1 + np.exp(-3)):.3f}"
+        assert f"{contradicts.url}: known answers: 0 of 8 pairs right, {bias}" in lines
         bad.answer = lambda bright, text: {"Yes": 0.9, "No": 0.1}
         assert "known" not in "".join(check(*asker(JudgeConfig((bad.url,)), "consistency"), known_answers=True).rows)
+
+
+# ---- what is wrong with a judge --------------------------------------------------------------------------------------
+
+# name -> (fault, judge options, message)
+CHECKS = {
+    "down": ("", {"endpoints": "down"}, r"127.0.0.1.*not reachable.*prefgrpo judge serve"),
+    "no name": ("", {"endpoints": ("http://judge.invalid:8000",)}, "not reachable .*judge.invalid"),
+    "no TLS": ("", {"endpoints": "https"}, "not reachable .*SSL"),
+    "another model": ("", {"model": "bright-juge"}, f"serves {MODEL}, not 'bright-juge' .did you mean '{MODEL}'"),
+    "no verdict": ("garbage", {}, "no verdict on a probe pair: .*neither label"),
+    "refuses": ("400", {}, "At most 1 image"),
+    "hangs": ("hang", {"timeout_s": 0.5}, "no verdict.*did not answer within 0.5 s"),
+    "mute": ("mute", {}, "no answer within 1 s"),
+    "loading": ("loading", {"deadline_s": 0.5}, "/v1/models answered 503"),
+    "overloaded": ("503", {}, "answered 503: overloaded"),
+    "no server": ("listing", {}, "lists no model"),
+    "key missing": ("key", {}, "answered 401; is api_key_env the environment variable"),
+    "key wrong": ("key", {"api_key_env": "WRONG_KEY"}, "answered 401; is api_key_env"),
+    "key unset": ("", {"api_key_env": "NO_KEY"}, r"variable NO_KEY \(api_key_env\) is not set"),
+    "key empty": ("", {"api_key_env": "EMPTY_KEY"}, r"variable EMPTY_KEY \(api_key_env\) is not set, or empty"),
+    "key of one word": ("", {"api_key_env": "ONE_WORD"}, r"variable ONE_WORD \(api_key_env\) is not set, or empty"),
+    "key of two lines": ("", {"api_key_env": "TWO_LINES"}, r"TWO_LINES \(api_key_env\): expected one line"),
+    "no address": ("", {"endpoints": ("here:80",)}, "endpoints must be http:// or https://"),
+}
+KEYS = {"WRONG_KEY": "hunter2", "ONE_WORD": "Bearer ", "EMPTY_KEY": " \r\n", "TWO_LINES": "hunter2\r\nhunter3"}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_check_says_what_is_wrong(name, monkeypatch):
+    if name == "mute":
+        monkeypatch.setattr(http, "CHECK_S", 1.0)
+    for variable, key in KEYS.items():
+        monkeypatch.setenv(variable, key)
+    fault, options, message = CHECKS[name]
+    with JudgeServer(fault if fault not in ("listing", "key") else "") as server:
+        server.key, server.listing = "secret" * (fault == "key"), "<html>welcome</html>" * (fault == "listing")
+        urls = {"down": f"http://127.0.0.1:{free_port()}", "https": server.url.replace("http:", "https:")}
+        endpoints = options.get("endpoints", (server.url,))
+        endpoints = (urls[endpoints],) if isinstance(endpoints, str) else endpoints
+        with pytest.raises(JudgeError, match=f"(?s){message}") as error:
+            check(*asker(JudgeConfig(**{**options, "endpoints": endpoints})), wait_s=1.0)
+        assert "hunter2" not in str(error.value)
+
+
+def test_the_wait_for_a_server_is_no_limit_of_an_answer():
+    with JudgeServer(delay_s=0.6) as server:
+        check(*asker(JudgeConfig((server.url,))), wait_s=0.2)
+
+
+class Short(JudgeServer):
+    """Refuses what exceeds its limits, in vLLM's words: requests above 100 kB, and more than 8 images."""
+
+    async def _chat(self, request):
+        raw = await request.read()
+        if len(images(json.loads(raw))) > 8:
+            return _error(400, "At most 8 image(s) may be provided in one prompt.")
+        if len(raw) > 100_000:
+            return _error(400, "The prompt (length 9000) exceeds the model's maximum context length of 4096")
+        return await super()._chat(request)
+
+
+def test_the_check_asks_a_question_of_the_runs_shape():
+    with Short() as server:
+        asked = asker(JudgeConfig((server.url,)))
+        check(*asked, shape=Shape(64, 64))
+        for shape, advice in (
+            (Shape(512, 512, prompt="x" * 100_000), r"400: .*512×512 .* serve it with a larger --max-model-len"),
+            (Shape(64, 64, frames=8), r"8 frames .* --limit-mm-per-prompt"),
+        ):
+            with pytest.raises(JudgeError, match=advice):
+                check(*asked, shape=shape)
+
+
+def test_a_judge_that_thinks_although_it_should_not_is_told_by_name():
+    with JudgeServer() as server:
+        config = JudgeConfig((server.url,))
+        server.answer = lambda bright, text: {"<think>": 0.9, "\n": 0.1}
+        with pytest.raises(JudgeError, match=rf"'{MODEL}' .* begins to think .*enable_thinking"):
+            check(*asker(config))
+        server.answer = lambda bright, text: "<think>so</think>Edited image 1 is better."
+        assert f"'{MODEL}' thinks before it answers" in "\n".join(check(*asker(config, "edit_pairwise")).rows)
 
 
 # ---- people's preferences --------------------------------------------------------------------------------------------
@@ -102,7 +188,7 @@ def test_a_bad_server_of_two_is_named():
 @pytest.fixture
 def people(tmp_path):
     """Five pairs of a dark a and a bright b: people choose b in three, a in one, and neither in one."""
-    for name, level in {"dark": 40, "bright": 200}.items():
+    for name, level in {"dark": 40, "grey": 128, "bright": 200}.items():
         Image.new("RGB", (16, 16), (level,) * 3).save(tmp_path / f"{name}.png")
     file = tmp_path / "pairs.csv"
     choices = ("b", "B ", "b", "a", "tie")
@@ -119,78 +205,36 @@ def test_agreement_with_people(people, capsys):
         assert lines[1].startswith("accuracy: 0.750 [0.301, 0.954]")
         assert lines[2].startswith("order inconsistency: 0.000 [0.000, 0.434]")
     with Server("compare", lambda wins, rng: 1) as server:  # always the first: each pair is right in one order
-        lines = agreement(*asker(JudgeConfig((server.url,)), "compare"), read_pairs(people))
+        lines = agreement(*asker(JudgeConfig((server.url,)), "compare"), human_pairs(people))
         assert lines[1].startswith("accuracy: 0.500") and lines[2].startswith("order inconsistency: 1.000")
 
 
 def test_pairs_without_a_verdict_are_left_out_and_counted(people):
+    people.write_text(people.read_text() + "p,bright.png,grey.png,tie\n")
+    pairs = human_pairs(people)
     (people.parent / "dark.png").write_bytes(b"no image")
-    people.write_text(people.read_text() + "p,bright.png,bright.png,tie\n")
     with Server("compare", lambda wins, rng: wins) as server:
-        lines = agreement(*asker(JudgeConfig((server.url,)), "compare"), read_pairs(people))
+        lines = agreement(*asker(JudgeConfig((server.url,)), "compare"), pairs)
     assert lines[0].startswith("pairs: 1 of 6") and lines[1].startswith("accuracy: –")
     assert lines[-1].startswith("WARNING: 10 of 12 questions have no verdict, the first:") and "dark.png" in lines[-1]
-    for row, text in {
-        "p,dark.png,bright.png,c": "line 8: choice: expected one of a, b, tie, got 'c'",
+
+
+def test_rows_that_are_no_pair_are_named(people):
+    rows = {
+        "p,dark.png,bright.png,c": "line 7: choice: expected one of a, b, tie, got 'c'",
         "p,dark.png,nowhere.png,a": "line 8: file not found: nowhere.png",
-        "p,dark.png,bright.png,": "line 8: choice: expected one of a, b, tie, got ''",
-    }.items():
-        other = people.parent / "other.csv"
-        other.write_text(people.read_text() + row + "\n")
-        with pytest.raises(DataError, match=re.escape(text)):
-            read_pairs(other)
-
-
-# ---- a run ----------------------------------------------------------------------------------------------------------
-
-
-def judged(url, **over):
-    base = {
-        "rewards": "vlm_pairwise", "judge": {"endpoints": [url]}, "eval": {"every": 0}, "train": {"steps": 6},
-        "rollout": {"prompts_per_step": 4},
-    }  # fmt: skip
-    return merged(base, over)
-
-
-def test_a_run_stops_for_a_judge_that_says_nothing_and_goes_on_when_it_does(place):
-    """48 verdicts per step; the judge passes the start-up check but answers every pair of the run with a tie."""
-    with JudgeServer() as server:
-        server.answer = lambda bright, text: written(load_template("compare"), right(bright, text) * ("plain" in text))
-        file = recipe(place, "ties", **judged(server.url))
-        code, output = train(file)
-        assert code == 3, output
-        for step in (1, 2):
-            assert f"WARNING: step {step}, vlm_pairwise: the judge's verdicts carry no information" in output
-        assert "step 3: vlm_pairwise" in output and "P(first) is 0.500 in all 48" in output
-        assert "3 steps in a row" in output and "rerun with --resume" in output
-        assert [r["step"] for r in rows(place / "runs" / "ties") if r["kind"] == "train"] == [1, 2]
-        server.answer = None
-        code, output = train(file, "--resume")
-        assert code == 0 and "carry no information" not in output.split("step 4", 1)[1], output
-
-
-class Forgetful(JudgeServer):
-    """Refuses every fourth comparison of the run."""
-
-    asked = 0
-
-    def _answer(self, body):
-        self.asked += "plain" not in text_of(body) and "a picture" not in text_of(body)
-        if self.asked % 4 == 3:
-            self.asked += 1
-            return web.json_response({"error": {"message": "no"}}, status=400)
-        return super()._answer(body)
-
-
-def test_lost_comparisons_stop_a_run_whose_members_all_have_some(place):
-    """Missing comparisons are counted over both ranks."""
-    with Forgetful() as server:
-        file = recipe(place, "lost", **judged(server.url))
-        runs = ranks(file, 2)
-        assert [run.wait() for run in runs] == [3, 3], runs[0].output
-        output = runs[0].output
-        assert "of the comparisons are missing, more than judge.max_missing = 10%" in output
-        code, output = train(file, "--resume", "--judge.max-missing", "0.5", "--train.steps", "2")
-    assert code == 0 and "of the comparisons are missing (judge/missing); above judge.max_missing = 50%" in output
-    found = [r for r in rows(place / "runs" / "lost") if "judge/missing" in r]
-    assert found and all(r["reward/missing"] == 0 and r["judge/missing"] > 0.1 for r in found)
+        "p,dark.png,bright.png,": "line 9: choice: expected one of a, b, tie, got ''",
+    }
+    people.write_text(people.read_text() + "".join(f"{row}\n" for row in rows))
+    with pytest.raises(DataError) as error:
+        human_pairs(people)
+    assert all(reason in str(error.value) for reason in rows.values())
+    three = people.with_suffix(".jsonl")
+    row = {
+        "prompt": "p",
+        "samples": ["dark.png", "grey.png", "bright.png"],
+        "wins": [[None, 1, 1], [0, None, 1], [0, 0, None]],
+    }
+    three.write_text(json.dumps(row))
+    with pytest.raises(DataError, match="line 1: expected two images, got 3"):
+        human_pairs(three)

@@ -1,34 +1,38 @@
-"""General questions to an HTTP judge: named texts, several media, source images, every kind of answer, odd media.
+"""General questions to an HTTP judge: named texts, several media, source images, every kind of answer, odd media; and
+which servers are asked at all.
 
-Why these cases: a source image at the wrong position, a question asked twice, or an answer shared by different
-questions gives a silently wrong reward. The server decodes the images and answers from their brightness.
+Why these cases: a source image at the wrong position, a question asked twice, an answer shared by different questions,
+or another model's answer gives a silently wrong reward. The server decodes the images and answers from their
+brightness.
 """
 
 import base64
 import io
-import json
 import resource
 import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from aiohttp import web
 from PIL import Image
-from ranks import until
-from servers import JudgeServer, asker, images, text_of
+from ranks import free_port, until
+from servers import MODEL, JudgeServer, asker, images, text_of
 from world import grey
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
+from prefgrpo.judge import http
 from prefgrpo.judge.check import Shape, check
 from prefgrpo.judge.client import HttpJudge, open_judge
 from prefgrpo.judge.event_loop import loop_thread
-from prefgrpo.judge.request import encode
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.template import Query, Shown, load_template
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import Scorer
-from tests.judge.test_http import FAST, judge, media
+from tests.judge.test_http import FAST, PATIENT, judge, media, missing, right
+from tests.judge.test_http import ask as ask_pairs
 
 TEXT = "user: '{prompt}{media_1}'\nanswer: marks"
 READABLE = "<score>[1]</score>"
@@ -113,43 +117,24 @@ def test_judges_with_the_same_servers_share_a_client(server):
     assert one is not open_judge(replace(config, timeout_s=6.0)) and one is open_judge(one)
 
 
-@pytest.mark.parametrize("image_format", ["jpeg", "webp", "png"])
-def test_every_format_names_the_same_winner(server, image_format):
-    """Also without a prompt."""
-    assert judge(server.url, image_format=image_format).submit("", *media([40, 200])).result(30).value < 0.1
-
-
 # ---- odd media -------------------------------------------------------------------------------------------------------
-
-
-def scored(server, pictures):
-    """(scorer's result, number of requests) for a step with one group under vlm_pairwise."""
-    options = {"judge": JudgeConfig((server.url,), **FAST), "plan": "both_orders"}
-    with Scorer(build("vlm_pairwise", {"vlm_pairwise": options}), len(pictures), deadline_s=20) as scorer:
-        seen = len(server.requests)
-        scorer.begin(0, [0])
-        for member, picture in enumerate(pictures):
-            scorer.add(0, member, Sample("p", picture))
-        return scorer.finish(), len(server.requests) - seen
 
 
 @pytest.mark.parametrize("shape", [(0, 0, 3), (32, 0, 3), (0, 32, 32, 3), (5, 0, 0, 3)])
 def test_media_without_pixels_or_frames_are_missing(server, shape):
     empty = Media(np.zeros(shape, np.uint8))
     good = [grey(level, frames=3 * empty.clip) for level in (40, 200)]
-    result, requests = scored(server, [good[0], empty, good[1]])
+    options = {"judge": JudgeConfig((server.url,), **FAST), "plan": "both_orders"}
+    with Scorer(build("vlm_pairwise", {"vlm_pairwise": options}), 3, deadline_s=20) as scorer:
+        seen = len(server.requests)
+        scorer.begin(0, [0])
+        for member, picture in enumerate([good[0], empty, good[1]]):
+            scorer.add(0, member, Sample("p", picture))
+        result = scorer.finish()
     values = result.values["vlm_pairwise"][0]
-    assert requests == 2 and np.isnan(values[1]) and values[0] < 0.1 and values[2] > 0.9
+    assert len(server.requests) - seen == 2 and np.isnan(values[1]) and values[0] < 0.1 and values[2] > 0.9
     assert result.reasons == {f"vlm_pairwise: the image or clip has no pixels: {list(shape)}": 4}
     assert result.metrics["judge/failures"] == 4
-
-
-def test_a_judge_that_contradicts_itself_rewards_nobody(server):
-    server.fault = "contradict"
-    result, _ = scored(server, media([20, 80, 140, 200]))
-    assert np.allclose(result.values["vlm_pairwise"], 0.5, atol=1e-12), "position alone gives no advantage"
-    assert result.metrics["judge/order_inconsistency"] == 1.0 and result.metrics["judge/position_bias"] == 1.0
-    assert result.metrics["judge/failures"] == 0
 
 
 def test_an_image_of_50_million_pixels_is_made_smaller_in_bounded_memory(server):
@@ -158,19 +143,6 @@ def test_an_image_of_50_million_pixels_is_made_smaller_in_bounded_memory(server)
     verdicts = judge(server.url, timeout_s=20.0).judge_group("p", pair, [(0, 1), (1, 0)])
     assert [v.value > 0.5 for v in verdicts] == [False, True] and server.bytes_in < 1 << 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "in KiB; two 150 MB images in memory"
-
-
-def test_max_pixels_keeps_the_ratio_and_touches_no_smaller_image():
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 90, 3), dtype=np.uint8)
-
-    def sizes(medium, most):
-        parts = json.loads(b"[" + encode(medium, "png", max_pixels=most).part(None) + b"]")
-        data = [base64.b64decode(p["image_url"]["url"].split(",", 1)[1]) for p in parts]
-        return [Image.open(io.BytesIO(d)).size for d in data]
-
-    assert encode(Media(pixels), "png", max_pixels=3600).uuid == encode(Media(pixels), "png").uuid
-    assert [sizes(Media(pixels), most) for most in (3599, 900, 1)] == [[(89, 39)], [(45, 20)], [(1, 1)]]
-    assert sizes(Media(np.stack([pixels] * 3)), 900) == [(45, 20)] * 3
 
 
 def test_frames_and_pixels_are_options_of_the_reward(server):
@@ -188,10 +160,8 @@ def test_frames_and_pixels_are_options_of_the_reward(server):
         assert {len(shown) for shown in sent} == {count}
         data = [p["image_url"]["url"].split(",", 1)[1] for shown in sent for p in shown if p["image_url"]]
         assert {Image.open(io.BytesIO(base64.b64decode(d))).size for d in data} == {(side, side)}
-    config = JudgeConfig((server.url,))
-    asked = Shape(40, 40, 3)
     server.requests.clear()
-    check(*asker(config, shown=Shown(3, 400)), clips=True, shape=asked)
+    check(*asker(JudgeConfig((server.url,)), shown=Shown(3, 400)), clips=True, shape=Shape(40, 40, 3))
     assert len(images(server.requests[0])) == 6
 
 
@@ -206,3 +176,105 @@ def test_a_host_name_is_looked_up_while_images_are_encoded():
             assert loop_thread().submit(client.pool.problems()).result(60) == [""]
         finally:
             encoded.set()
+
+
+# ---- which servers are asked -----------------------------------------------------------------------------------------
+
+
+def reached(config, **how):
+    """(model, problem of each server) of a judge that was waited for."""
+    judge = HttpJudge(config)
+    problems = judge.reach(**how)
+    return judge.model, problems
+
+
+@pytest.mark.parametrize("begins", ["down", "loading", "sick"])
+def test_a_server_that_starts_later_is_waited_for_and_the_wait_is_reported(begins, monkeypatch):
+    monkeypatch.setattr(http, "SAY_S", 0.5)
+    said = []
+    server = JudgeServer("" if begins == "down" else begins, port=free_port())
+    url = server.url
+    if begins == "down":
+        timer = threading.Timer(2.0, server.__enter__)
+    else:
+        server.__enter__()
+        timer = threading.Timer(2.0, setattr, (server, "fault", ""))
+    timer.start()
+    try:
+        assert reached(JudgeConfig((url,)), say=said.append) == (MODEL, {url: ""})
+    finally:
+        timer.join()
+        server.__exit__()
+    reason = "not reachable (" if begins == "down" else "answered 503"
+    assert len(said) >= 2 and all("s of at most 600 s): " in line for line in said)
+    assert said[0].startswith("waiting for a server (0 s") and reason in said[0]
+
+
+@pytest.mark.parametrize(("options", "message"), [({"model": "other"}, "not 'other'"), ({}, "answered 401")])
+def test_a_server_that_is_wrong_is_not_waited_for(options, message, server):
+    server.key = "secret" * (not options)
+    with pytest.raises(JudgeError, match=message):
+        reached(JudgeConfig((server.url,), **options), say=lambda line: pytest.fail(line))
+
+
+class Gateway(JudgeServer):
+    """A server of another maker: a path of its own, no /health, and the models as a bare list, or not at all."""
+
+    lists = True
+
+    def add_routes(self, app):
+        app.router.add_get("/api/v3/models", self._list)
+        app.router.add_post("/api/v3/chat/completions", self._chat)
+
+    async def _list(self, _):
+        return web.json_response([{"id": MODEL}, {"id": "tiny"}]) if self.lists else web.Response(status=404)
+
+    async def _health(self, _):
+        return web.Response(status=404)
+
+
+def test_servers_that_are_not_vllm():
+    """The address is used as it is if it has a path, and nothing must be listed if the model is named."""
+    with Gateway(vllm=False) as server:
+        url = f"{server.url}/api/v3"
+        with pytest.raises(JudgeError, match="serves several models"):
+            reached(JudgeConfig((url,)))
+        with pytest.raises(JudgeError, match="serves bright-judge, tiny, not 'big'"):
+            reached(JudgeConfig((url,), "big"))
+        for lists in (True, False):
+            server.lists = lists
+            assert check(*asker(JudgeConfig((f"{url}/",), MODEL)), known_answers=True).alarm == ""
+        with pytest.raises(JudgeError, match=r"lists no model: /models answered 404; .* or judge\.model"):
+            reached(JudgeConfig((url,)))
+        assert reached(JudgeConfig((f"{server.url}/v1",)))[0] == MODEL
+
+
+class Other(JudgeServer):
+    """Ignores the requested model name, as some servers do; always prefers the first image."""
+
+    model = "another"
+
+    def __init__(self, **more):
+        super().__init__("contradict", **more)
+
+
+def test_two_servers_of_different_models_are_never_mixed(server):
+    with Other() as other:
+        rows = check(*asker(JudgeConfig((server.url, other.url), MODEL))).rows
+        assert rows[0].startswith(f"WARNING: {other.url}: serves another, not '{MODEL}'; set the judge's model")
+        seen = len(other.requests)
+        assert all(right(judge(server.url, other.url, model=MODEL, **PATIENT))) and len(other.requests) == seen
+        missing(ask_pairs(judge(server.url, model="third")), f"serves {MODEL}, not 'third'; set the judge's model")
+
+
+def test_a_server_that_comes_back_with_another_model_gives_no_verdict():
+    """The client asks for the served model again after a failed request."""
+    port = free_port()
+    with JudgeServer(port=port) as server:
+        j = judge(server.url, retries=6, deadline_s=3.0)
+        assert ask_pairs(j)[1].value > 0.9
+    answer = j.submit("p", *media([200, 40]))
+    until(lambda: j.judge.pool.endpoints[0].problem)
+    with Other(port=port) as server:
+        missing([answer.result(30)], f"serves another, not '{MODEL}'")
+    assert not server.requests

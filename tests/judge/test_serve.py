@@ -16,7 +16,7 @@ import pytest
 from prefgrpo.config.loading import load
 from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.serve import PRESETS, find_vllm, serve
-from prefgrpo.run.rewards import makes_clips
+from prefgrpo.models import makes_clips
 
 STAND_IN = "import json, os, sys; print(json.dumps([os.getpid(), sys.argv[1:], dict(os.environ)])); sys.exit(7)"
 

@@ -34,7 +34,7 @@ from prefgrpo.judge.template import load_template
 from prefgrpo.rewards.pairs import both_orders
 from prefgrpo.tiny import scenes
 from tests.judge.test_client import ask
-from tests.judge.test_prefill import TRIMS
+from tests.judge.test_tokens import TRIMS
 
 MODEL = str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")
 VLLM = os.environ.get("PREFGRPO_VLLM", "")
@@ -101,14 +101,14 @@ def test_soft_verdicts_equal_the_in_process_judge(model, port, monkeypatch):
     p = np.array([v.value for v in local])
     assert np.ptp(p) > 0.5, "the images differ in how well they match"
     for ids in (True, False):
-        monkeypatch.setattr("prefgrpo.judge.judge.IDS_FROM", (0, 32) if ids else (99, 0))
+        monkeypatch.setattr("prefgrpo.judge.uploads.IDS_FROM", (0, 32) if ids else (99, 0))
         client._judges.clear()
         j = judge(port)
         for _ in range(2):  # uploaded, then by id only
             served = j.judge_group(caption, media, PAIRS)
             assert all(v.retries == 0 for v in served)
             assert np.abs(p - [v.value for v in served]).max() < 2e-3
-        (held,) = j.judge.ids.values()
+        (held,) = (server.ids for server in j.judge.servers.values())
         assert held.supported == ids and len(held.sent) == len(media) * ids and not held.unnamed
 
 
@@ -211,5 +211,5 @@ def test_a_question_equals_stock_code(tmp_path, port, name):
     for _ in range(2):  # uploaded, then by id only
         answer = ask(asking, asked, {"prompt": "less red"}, media, source).result(60)
         assert answer.value == pytest.approx(first / (first + second), abs=2e-3), answer
-    (held,) = asking.ids.values()
+    (held,) = (server.ids for server in asking.servers.values())
     assert held.sent and not held.unnamed

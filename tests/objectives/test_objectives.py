@@ -24,6 +24,7 @@ from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.objectives import OBJECTIVES, make_objective
 from prefgrpo.objectives.awm import AWM
 from prefgrpo.objectives.base import GroupObjective, PointwiseObjective, Targets, TrajectoryObjective
+from prefgrpo.objectives.nft import NFT
 from prefgrpo.rewards.functions import FunctionPairs
 from prefgrpo.rollout.batch import Batch
 from prefgrpo.run.opening import open_gradients, open_policy
@@ -311,6 +312,27 @@ def options(name, **train):
         "eval": {"every": 0},
         "checkpoint": {"every": 2},
     }
+
+
+@pytest.mark.parametrize("flat, rate, hold", [(0, 0.0, 0.0), (0, 0.001, 0.5), (75, 0.0075, 0.999)], ids=[0, 1, 2])
+def test_the_decay_of_an_old_policy_grows_as_published(flat, rate, hold):
+    """DiffusionNFT's `return_decay` with its three kinds, after each training step."""
+    nft = NFT(decay_rate=rate, decay_after=flat, decay_max=hold)
+    for done in range(1, 700):
+        assert nft.old_decay(done - 1) == pytest.approx(0.0 if done < flat else min((done - flat) * rate, hold))
+    assert NFT(decay=0.7, decay_rate=rate, decay_max=hold).old_decay(0) == pytest.approx(
+        max(0.7, min(0.7 + rate, hold))
+    )
+
+
+def test_a_run_gives_the_old_policy_the_decay_of_each_step(trainer):
+    more = options("nft")
+    loop = trainer(**more | {"train": more["train"] | {"objective_options": {"decay_rate": 0.25}}})
+    given = []
+    follow = loop.policy.update_old
+    loop.policy.update_old = lambda decay: (given.append(decay), follow(decay))
+    loop.train()
+    assert given == [0.25, 0.5, 0.75]
 
 
 @pytest.mark.full

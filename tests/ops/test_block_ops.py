@@ -24,7 +24,7 @@ from tests.ops.test_compile import Recorder
 
 BACKENDS = [name for name in HERE if name in ("triton", "torch")]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-MANY = {"torch": 1025, "triton": 175 if INTERPRETED else 1025}
+MANY = {"torch": 1025, "triton": 100 if INTERPRETED else 1025}
 """Shapes per op and dtypes in the full tier; the interpreter takes up to seconds for one."""
 seeds = pytest.mark.parametrize(
     ("backend", "cases"),

@@ -32,7 +32,7 @@ from prefgrpo.parallel import ring
 from prefgrpo.parallel.attention_backend import backends
 from prefgrpo.parallel.world import Layout, join
 from tests.parallel import test_parallelize
-from tests.parallel.test_parallelize import alone, compare, far, one_step
+from tests.parallel.test_parallelize import alone, compare, one_step
 
 RINGED = [name for name in MODELS if family_class(name).context_parallel == "ring"]
 TWO = {"ring": 2}
@@ -212,6 +212,8 @@ def test_a_run_with_a_ring_is_resumed_without(tmp_path):
     assert "resumed from" in trained(recipe(place, "ring", **flash), "--resume")
     trained(recipe(place, "alone", **options))
     got, want = (load_file(place / "runs" / n / "lora" / "pytorch_lora_weights.safetensors") for n in ("ring", "alone"))
-    difference, largest = far(got, want)
-    assert difference < 0.01 * largest
+    trained_from_0 = [name for name in want if "lora_B" in name]
+    got, want = (torch.cat([weights[name].flatten() for name in trained_from_0]) for weights in (got, want))
+    apart = (got - want).norm() / want.norm()  # AdamW gives single weights with a gradient near 0 any sign
+    assert apart < 0.03, apart
     assert [row["step"] for row in rows(place / "runs" / "ring")] == [1, 2, 3, 4]

@@ -63,7 +63,7 @@ def test_the_recipes_of_the_published_tables_do_not_follow_the_demo(root):
     assert f"{grpo.rollout.prompts_per_step} prompts × {grpo.rollout.group_size} images per step" in page
     assert "`scripts/demo/grpo.yaml` (GRPO, learning rate 1e-3)" in page
     assert (grpo.train.objective, grpo.train.lr, grpo.train.lr_scheduler) == ("grpo", 1e-3, "constant")
-    assert [entry.options for entry in grpo.rewards] == [{"verdict": "hard", "template": "caption_match"}]
+    assert [entry.options for entry in grpo.rewards] == [{"round_verdicts": True, "template": "caption_match"}]
     files = (root / "scripts" / "demo").glob("*.yaml")
     parents = {file.stem: yaml.safe_load(file.read_text())["extends"] for file in files}
     changing = {"demo.yaml", "../../prefgrpo/tiny/demo.yaml"}

@@ -27,13 +27,13 @@ from prefgrpo.config.loading import flat_fields, from_dict, load, recipe_values
 from prefgrpo.config.recipe import flatten, read_yaml
 from prefgrpo.config.schema import Config, JudgeConfig
 from prefgrpo.models import MODELS as FAMILIES
+from prefgrpo.models import makes_clips
 from prefgrpo.objectives import make_objective
 from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rewards import load_class
 from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.run.errors import batch_errors, idle_errors, reward_errors
 from prefgrpo.run.notes import idle_warning
-from prefgrpo.run.rewards import makes_clips
 from prefgrpo.update.memory import stored_bytes
 
 FOLDER = __import__("pathlib").Path(__file__).resolve().parents[2] / "scripts"

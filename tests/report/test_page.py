@@ -165,7 +165,7 @@ def test_missing_verdicts_weaken_the_result(tmp_path, case):
     wins = [{"prompt": k, "wins": {"judge": 0.0 if k < judged else None}} for k in range(40)]
     (folder / "eval" / "dev_000010.json").write_text(json.dumps(wins))
     page = report(folder)
-    assert page.all("strong", "verdict")[0].text == word
+    assert page.all("strong", "conclusion")[0].text == word
     said = [line.text for part in page.all("ul", "alarms") for line in part.all("li")]
     assert len(said) == bool(alarm)
     assert all(alarm in line and "1 of 1 evaluations on dev more than 10 %" in line for line in said)
@@ -203,7 +203,7 @@ def test_a_last_evaluation_without_verdicts_is_no_win(tmp_path):
     page = report(small_run(tmp_path / "r", rows))
     said = page.all("p", "result")[0].text
     assert "by the judge" not in said and "% by scenes" in said and "nan" not in said
-    assert page.all("strong", "verdict")[0].text == "inconclusive"
+    assert page.all("strong", "conclusion")[0].text == "inconclusive"
     assert cells(page, "wins")["the judge"] == ["–", "", "no verdict on 100 %"]
 
 
@@ -255,7 +255,7 @@ def ends(text):
 
 def test_rates_have_their_role_tally_and_interval(tmp_path):
     page, prompt, wins, change = judged(tmp_path / "r", 40)
-    assert page.all("strong", "verdict")[0].text == "better" and "beats the initial model" in result(page).text
+    assert page.all("strong", "conclusion")[0].text == "better" and "beats the initial model" in result(page).text
     rows = cells(page, "wins")
     sentence = page.all("p", "result")[0].text
     for name, label in {"judge": "the judge trained on", "other": "other independent"}.items():

@@ -69,7 +69,7 @@ def test_ties_and_missing_verdicts():
 
 def test_hard_verdicts_average_the_orders_to_half_when_they_contradict():
     judged = [(0, 1, 0.9), (1, 0, 0.8), (0, 2, 0.6), (2, 0, 0.1), (1, 2, 0.5)]
-    values, wins, counts = rated(3, [judged], "win_rate", "hard")
+    values, wins, counts = rated(3, [judged], "win_rate", True)
     assert wins[0].tolist() == [[0, 0.5, 1], [0.5, 0, 0.5], [0, 0.5, 0]]
     assert counts[0].tolist() == [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
     assert values[0].tolist() == [0.75, 0.5, 0.25]
@@ -78,7 +78,7 @@ def test_hard_verdicts_average_the_orders_to_half_when_they_contradict():
 def test_many_groups_at_once_are_each_alone():
     rng = np.random.default_rng(1)
     groups = [asked("k_regular(3)", rng.normal(size=G), bias=0.4, seed=k) for k in range(3)]
-    for how in ([], ["bradley_terry"], ["win_rate", "hard"]):
+    for how in ([], ["bradley_terry"], ["win_rate", True]):
         alone = [rated(G, [group], *how)[0][0] for group in groups]
         np.testing.assert_allclose(rated(G, groups, *how)[0], alone, rtol=1e-5)
 

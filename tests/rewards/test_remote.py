@@ -140,7 +140,7 @@ def test_each_sample_ends_as_the_reward_makes_it_end():
 @pytest.mark.parametrize(
     ("name", "there", "here"),
     [
-        ("unifiedreward_flex", {}, {"verdict": "hard", "category_weights": [0.5, 2.0], "overall_weight": 0.5}),
+        ("unifiedreward_flex", {}, {"round_verdicts": True, "category_weights": [0.5, 2.0], "overall_weight": 0.5}),
         ("vlm_pairwise", {"template": "compare"}, {"plan": "k_regular(2)", "rate": "bradley_terry"}),
         (f"{__name__}:darker", {}, {"plan": "round_robin"}),
     ],

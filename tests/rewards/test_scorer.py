@@ -105,7 +105,7 @@ def test_plans_ask_the_same_streamed_or_not_in_any_order_of_arrival(plan, asked)
 
 
 def test_pairs_go_out_over_http_while_samples_are_made():
-    options = {"plan": "k_regular(2)", "verdict": "hard"}
+    options = {"plan": "k_regular(2)", "round_verdicts": True}
     with JudgeServer(delay_s=0.02) as server:
         judge = {"judge": JudgeConfig((server.url,))}
         rewards = build("vlm_pairwise,jpeg_compressibility", {"vlm_pairwise": judge | options})
@@ -131,6 +131,20 @@ def test_a_b_orders_differ_between_steps_and_repeat_for_a_seed():
 
     assert asked(3, 1) == asked(3, 1)
     assert len({tuple(asked(step, seed)) for step in range(3) for seed in range(3)}) > 3
+
+
+class First(StubJudge):
+    """Always prefers the first."""
+
+    def _answer(self, media):
+        return Answer(0.95)
+
+
+def test_a_judge_that_contradicts_itself_rewards_nobody():
+    result = run(pairs(First()), LEVELS, groups=(7,))
+    assert np.allclose(result.values["vlm_pairwise"], 0.5, atol=1e-12), "position alone gives no advantage"
+    assert result.metrics["judge/order_inconsistency"] == 1.0 and result.metrics["judge/position_bias"] == 1.0
+    assert result.metrics["judge/failures"] == 0
 
 
 def test_a_failed_comparison_counts_for_nobody_and_the_log_has_a_line_for_it(tmp_path):

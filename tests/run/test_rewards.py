@@ -20,7 +20,8 @@ from prefgrpo.data.prompts import Prompt
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Reward, Sample
 from prefgrpo.rewards.pairs import VlmPairwise
-from prefgrpo.run.rewards import Rewards, evaluation_scorer, judge_config, judges_of, unsupported
+from prefgrpo.run.evaluation import evaluation_scorer, judges_of
+from prefgrpo.run.rewards import Rewards, judge_config, unsupported
 
 OTHER = f"{__name__}.Other"
 EDIT = f"{__name__}.EditScore"

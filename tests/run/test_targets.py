@@ -1,18 +1,32 @@
-"""The metrics of a step's rewards against plain NumPy.
+"""The metrics of a step's rewards against plain NumPy, and the targets of several processes against those of one.
 
-Why these cases: a metric that counts missing rewards as zero misleads whoever tunes the run.
+Why these cases: a metric that counts missing rewards as zero, or those of one process only, misleads whoever tunes the
+run.
 """
 
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from prefgrpo.config.rewards import RewardEntry
+from prefgrpo.config.schema import Config, JudgeConfig, SamplingConfig
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.metric import Metric
-from prefgrpo.rewards.scorer import judge_metrics
+from prefgrpo.parallel.world import World
+from prefgrpo.rewards.log import judge_metrics
+from prefgrpo.rewards.pairs import both_orders, pair_table, rate_groups
+from prefgrpo.rewards.scorer import StepScores
+from prefgrpo.run.folder import RunFolder
+from prefgrpo.run.log import Log
 from prefgrpo.run.targets import (
     RewardsMissing,
+    StepTargets,
     check_missing,
     missing_shares,
     pixel_distance,
@@ -53,6 +67,62 @@ def test_lost_comparisons_count_as_well_as_members():
     assert check_missing({"reward/missing": 0.0, "judge/missing": 0.04}, 0.1, []) == ""
     assert "5% of the comparisons are missing" in check_missing({"reward/missing": 0.0, "judge/missing": 0.05}, 0.1, [])
     assert "7% of the rewards" in check_missing({"reward/missing": 0.07, "judge/missing": 0.05}, 0.1, [])
+
+
+@dataclass(frozen=True)
+class Share(World):
+    """One of several processes, which are threads."""
+
+    met: threading.Barrier = field(kw_only=True)
+    found: tuple[list[object], ...] = field(kw_only=True)
+
+    def gather_items(self, mine):
+        self.found[self.rank][:] = mine
+        self.met.wait(30)
+        return [item for of_share in self.found for item in of_share]
+
+
+def judged_groups(groups, size=3):
+    """The scores of these groups, of which odd ones lack half of their answers, under a judge and a grade."""
+    answers = []
+    for group in groups:
+        p = np.random.default_rng(group).uniform(size=(size, size))
+        lost = {pair for k, pair in enumerate(both_orders(size, 0)) if group % 2 and k % 2}
+        answers.append({pair: Answer(None if pair in lost else p[pair]) for pair in both_orders(size, 0)})
+    p = np.stack([pair_table(size, ((pair, answer.value) for pair, answer in of.items())) for of in answers])
+    rates, wins, counts = rate_groups(p)
+    grades = np.array([[group / 10 + member for member in range(size)] for group in groups])
+    values = {"judge": rates, "grade": grades}
+    return StepScores({}, values, {}, {"judge": answers}, {"judge": np.stack([wins, counts], 1)}, {}, {})
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_targets_and_shares_are_those_of_all_processes(size, tmp_path):
+    """The first one has only groups whose answers are complete."""
+    names = {"judge": 0.7, "grade": 0.3}
+    config = Config(
+        rewards=tuple(RewardEntry(name, weight=weight) for name, weight in names.items()),
+        rollout=SamplingConfig(group_size=3, prompts_per_step=6),
+        judge=JudgeConfig(max_missing=0.9),
+    )
+    rewards = {name: SimpleNamespace(part_weights={}, is_win_rate=name == "judge") for name in names}
+    log = Log(RunFolder(tmp_path), 1, 0, active=False)
+
+    def computed(world):
+        groups = list(world.slots(6))
+        targets = StepTargets(config, rewards, world, log)
+        return targets.compute(SimpleNamespace(step=0), judged_groups(groups), np.array(groups, np.float64))
+
+    cpu = torch.device("cpu")
+    want, metrics = computed(World(0, 1, cpu))
+    assert metrics["judge/missing"] == 0.25
+    shared = {"met": threading.Barrier(size), "found": tuple([] for _ in range(size))}
+    with ThreadPoolExecutor(size) as pool:
+        processes = list(pool.map(computed, [Share(rank, size, cpu, **shared) for rank in range(size)]))
+    for targets, seen in processes:
+        assert seen == metrics
+        for mine, whole in zip(targets, want, strict=True):
+            assert (mine is None and whole is None) or torch.equal(mine, whole)
 
 
 def judge_step(count, retries):

@@ -20,7 +20,6 @@ from ranks import all_end, environment, ranks
 from world import Brightness, recipe, rows
 
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import RewardError
 from prefgrpo.run import checkpoint
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.trainer import Trainer
@@ -34,8 +33,6 @@ REWARD = f"{__name__}.{Brightness.__name__}"
 def fail(kind: str) -> None:
     """Cause the fault; the file FAULT_AT records its time (and, by existing, that it has happened)."""
     Path(os.environ["FAULT_AT"]).write_text(str(time.time()))
-    if kind == "refuses":
-        raise RewardError("no such picture")
     if kind == "raises":
         raise MemoryError("no more of it")
     os.kill(os.getpid(), {"dies": signal.SIGKILL, "hangs": signal.SIGSTOP}[kind])
@@ -70,33 +67,28 @@ def launched(file: Path, *torchrun: str, **env: str) -> subprocess.Popen:
         return subprocess.Popen([*command, str(file)], stdout=log, stderr=log, env=environment(**env))
 
 
-CAUSES = {
-    "dies": "Signal 9 (SIGKILL) received",
-    "refuses": "error: no such picture",
-    "raises": "MemoryError: no more of it",
-}
-"""Fault → what is printed."""
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("kind", CAUSES)
-def test_torchrun_ends_all_within_a_minute_and_says_why(place, kind):
-    at = place / f"{kind}.at"
-    file = recipe(place, kind, rewards=REWARD, **SHORT)
-    run = launched(file, FAULT=kind, FAULT_AT=str(at))
+def test_torchrun_ends_all_within_a_minute_and_says_why(place):
+    at = place / "raises.at"
+    file = recipe(place, "raises", rewards=REWARD, **SHORT)
+    run = launched(file, FAULT="raises", FAULT_AT=str(at))
     ended = run.wait(600)
-    seconds, output = time.time() - float(at.read_text()), file.with_suffix(".log").read_text()
-    assert ended == 1 and seconds < 60 and CAUSES[kind] in output, (ended, seconds, output)
-    assert [r["step"] for r in rows(place / "runs" / kind)] == [1]
+    seconds = time.time() - float(at.read_text())
+    output = file.with_suffix(".log").read_text()
+    assert ended == 1 and seconds < 60 and "MemoryError: no more of it" in output, (ended, seconds, output)
+    assert [r["step"] for r in rows(place / "runs" / "raises")] == [1]
 
 
 @pytest.mark.full
 def test_what_torchrun_restarts_is_resumed(place):
+    """After a kill, the run has the rows of an undisturbed one."""
     options = {"rewards": REWARD, **SHORT}
     all_end(ranks(recipe(place, "straight", **options), 2))
-    at, file = place / "restarted.at", recipe(place, "restarted", **options)
+    at = place / "restarted.at"
+    file = recipe(place, "restarted", **options)
     run = launched(file, "--max_restarts", "1", FAULT="dies", FAULT_AT=str(at), FAULT_STEP="3")
-    code, output = run.wait(600), file.with_suffix(".log").read_text()
+    code = run.wait(600)
+    output = file.with_suffix(".log").read_text()
     assert code == 0 and "resumed from" in output, output
     assert rows(place / "runs" / "restarted") == rows(place / "runs" / "straight")
 

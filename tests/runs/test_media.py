@@ -20,7 +20,7 @@ from world import merged, recipe, rows, tree
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, Prompt
-from prefgrpo.judge.request import encode
+from prefgrpo.judge.uploads import encode
 from prefgrpo.rollout.embeddings import run_entries
 from prefgrpo.rollout.render import stills
 from prefgrpo.tiny import pipelines

@@ -1,30 +1,58 @@
-"""Media ids of a judge server, over real HTTP: each image is uploaded once, and then named.
+"""Media of a judge server, over real HTTP: each image is encoded once, uploaded once, and then named.
 
-Cases: images named before their upload is answered, too early or not; a server that evicts or loses images; a request
-that is cancelled.
+Cases: images named before their upload is answered, too early or not; a server that evicts or loses images, or
+restarts; a request that is cancelled.
 """
 
 import asyncio
+import base64
+import io
 import json
 
+import numpy as np
 import pytest
 from aiohttp import web
-from ranks import until
+from PIL import Image
+from ranks import free_port, until
 from servers import JudgeServer, asker, images
 from world import grey
 
 from prefgrpo.config.schema import JudgeConfig, SamplingConfig
+from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
+from prefgrpo.judge.uploads import encode
 from prefgrpo.rewards.pairs import both_orders
 from prefgrpo.rollout.render import sample
-from tests.judge.test_http import ask, judge, media
+from tests.judge.test_http import LEVELS, PAIRS, PATIENT, ask, judge, media, right
 
 NINE = both_orders(9, 0)
 
 
+@pytest.mark.parametrize("image_format", ["jpeg", "webp", "png"])
+def test_every_format_names_the_same_winner(image_format):
+    """Also without a prompt."""
+    with JudgeServer() as server:
+        assert (
+            judge(server.url, image_format=image_format, **PATIENT).submit("", *media([40, 200])).result(30).value < 0.1
+        )
+
+
+def test_max_pixels_keeps_the_ratio_and_touches_no_smaller_image():
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 90, 3), dtype=np.uint8)
+
+    def sizes(medium, most):
+        parts = json.loads(b"[" + encode(medium, "png", max_pixels=most).part(None) + b"]")
+        data = [base64.b64decode(p["image_url"]["url"].split(",", 1)[1]) for p in parts]
+        return [Image.open(io.BytesIO(d)).size for d in data]
+
+    assert encode(Media(pixels), "png", max_pixels=3600).uuid == encode(Media(pixels), "png").uuid
+    assert [sizes(Media(pixels), most) for most in (3599, 900, 1)] == [[(89, 39)], [(45, 20)], [(1, 1)]]
+    assert sizes(Media(np.stack([pixels] * 3)), 900) == [(45, 20)] * 3
+
+
 def test_each_medium_travels_once_then_its_id():
     with JudgeServer() as server:
-        verdicts = judge(server.url).judge_group("p", media(range(10, 100, 10)), NINE)
+        verdicts = judge(server.url, **PATIENT).judge_group("p", media(range(10, 100, 10)), NINE)
         sent = [p for r in server.requests for p in images(r)]
     assert all(v.value is not None and v.retries == 0 for v in verdicts)
     assert len(sent) == 144 and sum(p["image_url"] is not None for p in sent) == 9
@@ -46,9 +74,24 @@ def test_the_source_of_a_group_of_edits_travels_once(tmp_path):
 def test_a_server_that_evicts_media_gets_them_again():
     with JudgeServer() as server:
         server.capacity = 3
-        verdicts = judge(server.url, concurrency=1).judge_group("p", media(range(10, 100, 10)), NINE)
+        verdicts = judge(server.url, concurrency=1, **PATIENT).judge_group("p", media(range(10, 100, 10)), NINE)
     assert all((v.value > 0.5) == (a > b) for v, (a, b) in zip(verdicts, NINE, strict=True))
     assert len(NINE) < len(server.requests) <= len(NINE) + 9, "an image that is gone is not named again"
+
+
+def test_a_restarted_server_gets_the_media_and_then_their_ids_again():
+    port = free_port()
+    group = media(LEVELS)
+    j = judge(f"http://127.0.0.1:{port}", **PATIENT)
+    with JudgeServer(port=port):
+        assert all(right(j))
+    answer = j.submit("p", group[0], group[1])
+    until(lambda: j.judge.pool.endpoints[0].problem)
+    with JudgeServer(port=port) as server:
+        assert answer.result(60).value < 0.5
+        assert all(v.value is not None for v in j.judge_group("p", group, PAIRS))
+        sent = [p for r in server.requests for p in images(r)]
+        assert sum(p["image_url"] is not None for p in sent) <= len(LEVELS) + 4, "not every image with every request"
 
 
 def test_an_image_of_a_cancelled_request_travels_without_its_id():
@@ -80,7 +123,7 @@ class Drifting(JudgeServer):
 
 def test_an_image_that_a_server_lost_travels_again_without_its_id():
     with Drifting() as server:
-        j = judge(server.url, retries=2)
+        j = judge(server.url, retries=2, timeout_s=20.0)
         assert j.judge_group("p", media([200, 40]), [(0, 1)])[0].value > 0.9
         assert j.judge_group("p", media([200, 60]), [(0, 1)])[0].value > 0.9, "its id is not used again"
     assert all("uuid" not in p for p in images(server.requests[-1]))
@@ -92,7 +135,7 @@ def test_an_image_that_a_server_lost_travels_again_without_its_id():
 def test_ids_are_used_only_with_a_vllm_that_recovers_lost_images(version, ids):
     with JudgeServer(vllm=bool(version)) as server:
         server.version = version
-        assert ask(judge(server.url))[0].value < 0.1
+        assert ask(judge(server.url, **PATIENT))[0].value < 0.1
     assert {"uuid" in p for r in server.requests for p in images(r)} == {ids}
     assert ids or all(p["image_url"] for r in server.requests for p in images(r)), "plain parts of OpenAI"
 
