@@ -497,8 +497,7 @@ class Moody(Reward):
         self.value = value
 
     def ask(self, asked: list[Question]) -> list[Answer]:
-        samples = [sample for (sample,) in asked]
-        return [self._one(s, len(samples)) for s in samples]
+        return [self._one(s, len(asked)) for (s,) in asked]
 
     def _one(self, sample: Sample, batch: int) -> Answer:
         if "raise" in sample.prompt:

@@ -113,12 +113,20 @@ class Brightness(Reward):
 
     def ask(self, asked: list[Question]) -> list[Answer]:
         """One score per sample."""
-        samples = [sample for (sample,) in asked]
-        return [Answer(float(s.media.pixels.mean())) for s in samples]
+        return [Answer(float(s.media.pixels.mean())) for (s,) in asked]
 
 
 BRIGHTNESS = f"{__name__}.Brightness"
 """The name of `Brightness` in `rewards`."""
+
+
+def brighter(prompt: str, image_a: Any, image_b: Any) -> float:
+    """Whether the first image is brighter; a reward of pairs, which needs all members of a group."""
+    return float(np.sign(image_a.mean() - image_b.mean()) + 1) / 2
+
+
+BRIGHTER = f"{__name__}.brighter"
+"""The name of `brighter` in `rewards`."""
 
 
 def collect(loop: Trainer, step: int) -> list[Batch]:
@@ -403,6 +411,12 @@ def perturb(adapter, scale=0.05):
 def initial_noise(adapter, sampling, count=2):
     """The initial latents that `draw` uses, for the stock pipeline."""
     return initial_latents(SEED, torch.arange(count), adapter.latent_shape(sampling))
+
+
+def two_samples(adapter, case, sigma=0.6):
+    """What a velocity takes: x, σ, condition and sampling, of two samples."""
+    sampling = case.sampling()
+    return initial_noise(adapter, sampling), torch.full((2,), sigma), conditions(adapter, case), sampling
 
 
 def draw(adapter, case, size, steps, prompts=TWO_PROMPTS):

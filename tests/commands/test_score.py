@@ -19,11 +19,12 @@ from servers import JudgeServer, Process
 from benchmarks import clip_files
 from prefgrpo.commands import cli
 from prefgrpo.commands.generate import write
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.file_names import file_name, find
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.data.stored import read_media
 from prefgrpo.rewards import build
-from prefgrpo.rewards.base import Sample
+from prefgrpo.rewards.base import Reward, Sample
 
 TEXTS = ["a red circle", "a green box", "two blue dots", "a black cat", "a tree"]
 JPEG = "jpeg_compressibility"
@@ -279,29 +280,21 @@ def test_the_frame_rate_of_a_gif_whose_frames_differ_in_duration(tmp_path, durat
     assert read_media(tmp_path / "a.gif").frame_rate == (rate and pytest.approx(rate))
 
 
+class Rate(Reward):
+    takes = ("video",)
+
+    def ask(self, asked):
+        return [Answer(sample.media.frame_rate) for (sample,) in asked]
+
+
 def test_the_reward_gets_the_frame_rate_of_the_file(tmp_path):
     imageio = pytest.importorskip("imageio.v3")
     pytest.importorskip("imageio_ffmpeg")
     for k, rate in enumerate((8, 24)):
         imageio.imwrite(tmp_path / f"{TEXTS[k]}-0.mp4", clip_files.clip(32, 48, frames=5), fps=rate)
-    (tmp_path / "rate.py").write_text(RATE)
     table = prompts(tmp_path, rows=TEXTS[:2])
-    found = run(*arguments(f"{tmp_path}/rate.py:Rate", tmp_path, table, "--out", tmp_path / "o.json"))
+    found = run(*arguments(f"{__name__}:Rate", tmp_path, table, "--out", tmp_path / "o.json"))
     assert [score["value"] for row in found["files"] for score in row["scores"].values()] == [8, 24]
-
-
-RATE = """
-from prefgrpo.data.answer import Answer
-from prefgrpo.rewards.base import Reward
-
-
-class Rate(Reward):
-    takes = ("video",)
-
-    def ask(self, asked):
-        samples = [sample for (sample,) in asked]
-        return [Answer(sample.media.frame_rate) for sample in samples]
-"""
 
 
 def test_edits_with_their_sources(place, tmp_path):

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
 from prefgrpo.config import schema
-from prefgrpo.config.loading import differences, flat_fields, from_dict, load, section, to_dict
+from prefgrpo.config.loading import differences, flat_fields, from_dict, load, to_dict
 from prefgrpo.config.recipe import ConfigError, read_yaml, to_yaml
-from prefgrpo.config.schema import Config, JudgeConfig
+from prefgrpo.config.schema import Config
 from prefgrpo.sde.rules import RULES
 
 GOOD = {"model": "m", "data": {"prompts": "p.txt"}}
@@ -82,11 +82,6 @@ def test_every_field_says_what_it_is():
     """The docstring below a field is its help text."""
     assert [name for name in flat_fields(Config()) if not (field(name).description or "")[3:]] == []
     assert set(schema.RULES) == RULES.keys() - {"ode"}, "ode has no log-prob to train on"
-
-
-def test_a_section_without_keys():
-    with pytest.raises(ConfigError, match="judge: expected a mapping of keys, got None"):
-        section(JudgeConfig, None, "judge")
 
 
 def test_files(tmp_path, root):

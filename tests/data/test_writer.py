@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from world import rows
+from world import BRIGHTER, rows
 
 from prefgrpo.data import atomic
 from prefgrpo.data.writer import MOST, Writer
@@ -23,13 +23,6 @@ from prefgrpo.ending import TrainingStopped
 from prefgrpo.run import evaluation, groups
 from tests.run.test_log import Recorder
 
-
-def brighter(prompt, image_a, image_b):
-    """Whether the first image is brighter; a run stores the wins."""
-    return float(np.sign(image_a.mean() - image_b.mean()) + 1) / 2
-
-
-PAIRS = f"{__name__}.brighter"
 SECONDS = 20.0
 """How long a held-up job waits before the test counts as failed."""
 
@@ -48,7 +41,7 @@ def arrays(folder):
 @pytest.mark.full
 def test_the_next_step_is_trained_while_a_disk_and_a_tracker_stand_still(trainer, monkeypatch):
     """They go on only when step 2 is done; the pictures are those of steps 1 and 3, before and after."""
-    over = {"rewards": PAIRS, "train": {"steps": 3}, "eval": {"every": 3, "rewards": "jpeg_incompressibility"}}
+    over = {"rewards": BRIGHTER, "train": {"steps": 3}, "eval": {"every": 3, "rewards": "jpeg_incompressibility"}}
     over["checkpoint"] = {"every": 3}
     plain = trainer("plain", **over)
     plain.train()
@@ -94,7 +87,7 @@ def test_a_picture_that_cannot_be_written_ends_the_run_with_its_reason(trainer, 
         atomic.save_images(path, **given)
 
     saved_by(monkeypatch, save)
-    one = trainer(rewards=PAIRS, train={"steps": 3}, eval={"every": 3, "rewards": "jpeg_incompressibility"})
+    one = trainer(rewards=BRIGHTER, train={"steps": 3}, eval={"every": 3, "rewards": "jpeg_incompressibility"})
     with pytest.raises(TrainingStopped, match=r"disk full after step \d: .*No space left.*\nFree disk space") as caught:
         one.train()
     assert "with --resume" in str(caught.value) and one.folder.report.is_file()
@@ -113,7 +106,7 @@ def test_a_checkpoint_comes_after_the_initial_images(trainer, monkeypatch):
         events.append(path.parent.name)
 
     saved_by(monkeypatch, save)
-    one = trainer(rewards=PAIRS, train={"steps": 2}, eval={"every": 2}, checkpoint={"every": 1})
+    one = trainer(rewards=BRIGHTER, train={"steps": 2}, eval={"every": 2}, checkpoint={"every": 1})
     true_save = one.checkpoints.save
 
     def saving(step, *given):

@@ -19,7 +19,6 @@ from world import (  # fmt: skip
     initial_noise,
     load,
     opened,
-    small_sources,
     stock_image,
     tiered,
 )
@@ -33,17 +32,11 @@ from prefgrpo.rollout.rollout import rollout
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.update.trajectory import replay
 
-pytestmark = pytest.mark.families
+pytestmark = [pytest.mark.families, pytest.mark.usefixtures("few_source_tokens")]
 BF16 = torch.bfloat16
 SIZE, STEPS = SIZES[1], 4
 ONE = TWO_PROMPTS[1:]
 """One prompt per call: text encoders round batches in bf16 otherwise than single prompts."""
-
-
-@pytest.fixture(autouse=True)
-def _small():
-    with small_sources():
-        yield
 
 
 def stock_pipe(case):

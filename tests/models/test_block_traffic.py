@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional as F
-from world import SIZES, case_of, conditions, initial_noise
+from world import case_of, two_samples
 
 from benchmarks.block_costs import MODELS as PUBLISHED
 from benchmarks.block_costs import Counter, forward_costs, published
@@ -119,8 +119,7 @@ def test_a_flux_forward_joins_its_streams_once(monkeypatch):
     adapter = opened(case, "lora")
     fuse(adapter)
     seen = copies(monkeypatch)
-    sampling = case.sampling(SIZES[0])
-    v = adapter.velocity(initial_noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling)
+    v = adapter.velocity(*two_samples(adapter, case))
     assert len(adapter.transformer.single_transformer_blocks) == 2 and len(seen) == 1
     torch.autograd.grad(v.sum(), [p for _, p in adapter.trainable()], allow_unused=True)
     assert len(seen) == 2
@@ -137,8 +136,7 @@ def test_what_all_blocks_share_is_made_once_per_forward(name, monkeypatch):
     case = case_of(name)
     adapter = opened(case, "lora")
     fuse(adapter)
-    sampling = case.sampling(SIZES[0])
-    inputs = initial_noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling
+    inputs = two_samples(adapter, case)
     made.clear()
     with torch.no_grad():
         adapter.velocity(*inputs)

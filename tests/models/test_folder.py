@@ -1,8 +1,8 @@
 """Loading a model and injecting LoRA, mostly with wrong input.
 
-Why these cases: the usual mistakes of new users (a mistyped folder that would be looked up on the hub, a misspelt LoRA
-target), folders that were copied in part, components that would train silently wrong (quantised weights, a guider that
-ends early), and a trap of the file format: results that depend on the weights' memory alignment.
+Why these cases: the usual mistakes of new users (a mistyped folder that would be looked up on the hub), folders that
+were copied in part, components that would train silently wrong (quantised weights, a guider that ends early), and a
+trap of the file format: results that depend on the weights' memory alignment.
 """
 
 import json
@@ -81,12 +81,6 @@ def test_lora_start_is_seeded_and_leaves_the_random_state(folder, monkeypatch):
     d.add_lora(4, 8.0, seed=1, init="gaussian")
     normal = torch.cat([p.detach().flatten() for name, p in d.trainable() if "lora_A" in name])
     assert float(normal.std()) == pytest.approx(1 / 4, rel=0.05) and float(normal.abs().max()) > 2.5 / 4, "N(0, 1 / r²)"
-
-
-def test_lora_mistakes(folder):
-    adapter = load(folder, encoders=False)
-    with pytest.raises(ValueError, match=r"\['attn.to_qq'\] match no Linear .* attn.to_q,"):
-        adapter.add_lora(4, 8.0, ("attn.to_q", "attn.to_qq"))
 
 
 @pytest.mark.parametrize("family", ["flux", "ltx2", "sd3", "wan"])

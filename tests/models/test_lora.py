@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 import torch
+from ops_cases import Counted
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from world import SIZES, case_of, conditions, initial_noise, policy, small_sources, tiered
+from world import case_of, policy, small_sources, tiered, two_samples
 
 from prefgrpo.models import MODELS
 from prefgrpo.models.lora import LoraLinear, fuse_lora, outputs
@@ -106,20 +106,6 @@ def test_disabled_merged_and_second_adapters_as_in_peft():
         torch.testing.assert_close(ours(x), before)
 
 
-class Launches(TorchDispatchMode):
-    """Counts the operators that launch kernels: all but views and allocations."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operator and count it."""
-        free = func.is_view or func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like)
-        self.counts.update([] if free else [func.overloadpacket.__name__])
-        return func(*args, **(kwargs or {}))
-
-
 def without_casts(adapter):
     """The layers cast in every forward, as they did."""
     layers = [m for net in adapter.modules().values() for m in net.modules() if isinstance(m, LoraLinear)]
@@ -130,8 +116,7 @@ def without_casts(adapter):
 
 def forward_backward(adapter, case):
     """The velocity without and with gradient, and the gradients of the LoRA."""
-    sampling = case.sampling(SIZES[0])
-    inputs = initial_noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling
+    inputs = two_samples(adapter, case)
     with torch.no_grad():
         out = [adapter.velocity(*inputs)]
     with_gradient = adapter.velocity(*inputs)
@@ -161,14 +146,12 @@ def test_launches_of_the_casts():
     """A change of a weight casts all LoRA layers of FLUX.1 in two launches; alone each takes three in every forward."""
     case = case_of("flux")
     adapter = policy(case, dtype=torch.bfloat16)
-    condition = conditions(adapter, case)
-    sampling = case.sampling(SIZES[0])
-    x = initial_noise(adapter, sampling)
+    inputs = two_samples(adapter, case)
 
     def launches():
-        with Launches() as mode, torch.no_grad():
-            adapter.velocity(x, torch.full((2,), 0.6), condition, sampling)
-        return mode.counts
+        with Counted() as mode, torch.no_grad():
+            adapter.velocity(*inputs)
+        return Counter(name.removeprefix("aten::") for name in mode.names)
 
     launches()
     unchanged = launches()

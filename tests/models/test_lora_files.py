@@ -114,6 +114,10 @@ EXPORTED = {
     "wan22_i2v": r"diffusion_model\.blocks\.\d+\.(self|cross)_attn\.([qkvo]|[kv]_img)",
     "ltx2": r"diffusion_model\.transformer_blocks\.\d+\.(attn1|attn2|audio_to_video_attn)\.(to_[qkv]|to_out\.0)",
     "flux": FLUX,
+    "flux3": (
+        r"diffusion_model\.((txt|img)_mode_blocks\.\d+|content_mode_blocks\.image(_cond)?\.\d+|single_blocks\.\d+)"
+        r"\.(q_proj|k_proj|v_proj|attn_out|mlp_in|mlp_out)"
+    ),
 }
 """Names in files written by `prefgrpo export`, as ComfyUI's maps hold them."""
 

@@ -21,12 +21,12 @@ from world import (
     TWO_PROMPTS,
     cache,
     case_of,
-    conditions,
     embed,
     folder,
     initial_noise,
     load,
     stock_image,
+    two_samples,
 )
 
 from prefgrpo.config.loading import from_dict
@@ -128,6 +128,5 @@ def test_a_distilled_ltx2_has_one_branch():
     """With guidance off there is no negative prompt, in evaluation either."""
     case = case_of("ltx2").unguided()
     adapter = load(case)
-    sampling = case.sampling()
-    args = initial_noise(adapter, sampling), torch.full((2,), 0.7), conditions(adapter, case), sampling
+    args = two_samples(adapter, case)
     assert torch.equal(adapter.published_velocity(*args), adapter.velocity(*args))

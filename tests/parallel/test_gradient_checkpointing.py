@@ -16,7 +16,7 @@ from ops_cases import register_flash
 from ranks import all_end, fuse_on_cpu, ranks
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
-from world import QUICK, SIZES, case_of, conditions, folder, initial_noise, merged, small_sources, tiered
+from world import QUICK, case_of, folder, merged, small_sources, tiered, two_samples
 from world import opened as ready
 
 from prefgrpo.config.loading import from_dict
@@ -76,8 +76,7 @@ def same_bits(one, other):
 
 def forward_of(adapter, case):
     """A forward of two samples with gradients."""
-    sampling = case.sampling(SIZES[0])
-    inputs = initial_noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling
+    inputs = two_samples(adapter, case)
     return lambda: adapter.velocity(*inputs)
 
 

@@ -470,8 +470,6 @@ def test_a_run_of_context_parallel_processes(run_place):
     assert difference < 0.01 * largest
 
 
-DATA = {"data": {"prompts": "p.txt"}, "attention": "_native_flash"}
-
 # ---- combinations that are refused ----------------------------------------------------------------------------------
 
 

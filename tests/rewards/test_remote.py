@@ -81,8 +81,7 @@ class Corners(Reward):
         self.frames = frames
 
     def ask(self, asked):
-        samples = [sample for (sample,) in asked]
-        return [self._one(s) for s in samples]
+        return [self._one(s) for (s,) in asked]
 
     def _one(self, sample):
         means = [float(frame.pixels.mean()) * 10**k for k, frame in enumerate(sample.media.frames(self.frames))]

@@ -29,8 +29,7 @@ class Brightness(Reward):
         self.scale = scale
 
     def ask(self, asked):
-        samples = [sample for (sample,) in asked]
-        return [Answer(self.scale * float(s.media.pixels.mean())) for s in samples]
+        return [Answer(self.scale * float(s.media.pixels.mean())) for (s,) in asked]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import free_port, ranks
-from world import recipe, settings, stored, tiny_world
+from world import BRIGHTER, recipe, settings, stored, tiny_world
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.answer import Answer
@@ -44,13 +44,8 @@ class Streamed(Reward):
         return Answer(0.0 if tied else float(sample.media.pixels.mean()))
 
 
-def brighter(prompt, image_a, image_b):
-    """Whether the first image is brighter; the win rate needs all members of a group."""
-    return float(image_a.mean() > image_b.mean())
-
-
 HERE = f"{__name__}."
-BOTH = f"{HERE}Streamed:1,{HERE}brighter:0.5"
+BOTH = f"{HERE}Streamed:1,{BRIGHTER}:0.5"
 ONLY = f"{HERE}Streamed:1"
 CELLS = {
     "one prompt, two updates": {

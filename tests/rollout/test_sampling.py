@@ -42,7 +42,6 @@ def test_a_rule_by_path_trains_and_resumes(trainer, constant):
 
 MISTAKES = {
     "ode": "rollout.rule: expected one of flow, dance, .*, or file.py:function, got 'ode'",
-    "flwo": "rollout.rule: expected one of flow, dance, .*, or file.py:function, got 'flwo' .did you mean 'flow'",
     "nowhere.py:rule": "rollout.rule: cannot load 'nowhere.py:rule': FileNotFoundError",
     "{file}:missing": "rollout.rule: cannot load .*no attribute 'missing'",
     "{file}:NUMBER": "rollout.rule: expected a function at .*, got int",

@@ -15,7 +15,7 @@ import yaml
 from ranks import Hold, attempt, free_port, start, train, trained
 from safetensors.torch import load_file, save_file
 from servers import JudgeServer
-from world import merged, recipe, rows, settings, tree
+from world import BRIGHTER, merged, recipe, rows, settings, tree
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.models.attention import FLASH
@@ -66,10 +66,6 @@ def fails(images, prompts):
 
 def empty(images, prompts):
     return [None] * len(images)
-
-
-def brighter(prompt, image_a, image_b):
-    return float(image_a.mean() > image_b.mean())
 
 
 class Other(VlmPairwise):
@@ -182,7 +178,7 @@ OF_REWARDS = [
      "judge template 'compar' not found || 'clip' has no option 'modle' || eval.rewards: unknown reward 'jpeg'"),
     ("rewards: [{name: vlm_pairwise, options: {plan: robin}}]", "unknown pair plan 'robin' (did you mean 'round"),
     (judged("k_regular(3)", 7), "rewards: k_regular(3) needs 1 <= k < G and k·G even, got G = 7"),
-    *((judged(plan, size, f"{HERE}.brighter"), f"rewards: {plan} needs 1 <= k < G and k·G even, got G = {size}")
+    *((judged(plan, size, BRIGHTER), f"rewards: {plan} needs 1 <= k < G and k·G even, got G = {size}")
       for plan, size in (("k_regular(3)", 7), ("k_regular(3)", 3), ("k_regular(4)", 4), ("k_regular(0)", 4))),
     ("rewards: [{name: jpeg_compressibility, judge: {model: x}}]", "asks no judge: remove `judge` from its entry"),
     (f"rewards: [{{name: {OTHER}, judge: {{modle: b}}}}]",

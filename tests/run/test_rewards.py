@@ -11,15 +11,13 @@ import torch
 import yaml
 from ranks import all_end, ranks, train
 from servers import JudgeServer, speak
-from world import ALONE, grey, recipe, rows, settings
+from world import ALONE, BRIGHTER, grey, recipe, rows, settings
 
 from prefgrpo.arguments import PairwiseJudge, run_config
 from prefgrpo.config.loading import differences, from_dict
-from prefgrpo.config.recipe import ConfigError
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Reward, Sample
 from prefgrpo.rewards.pairs import VlmPairwise
 from prefgrpo.run.evaluation import evaluation_scorer, judges_of
@@ -27,10 +25,6 @@ from prefgrpo.run.rewards import Rewards, judge_config, unsupported
 
 OTHER = f"{__name__}.Other"
 EDIT = f"{__name__}.EditScore"
-
-
-def brighter(prompt, image_a, image_b):
-    return float(image_a.mean() > image_b.mean())
 
 
 class Other(VlmPairwise):
@@ -43,8 +37,7 @@ class EditScore(Reward):
     meta_keys = ("tag",)
 
     def ask(self, asked):
-        samples = [sample for (sample,) in asked]
-        return [Answer(1.0) for _ in samples]
+        return [Answer(1.0) for _ in asked]
 
 
 def config(place, **over):
@@ -126,8 +119,6 @@ def test_judges_given_from_python_have_names_of_their_own():
         ("vlm_pairwise", "vlm_pairwise", ["http://a"], {}),
         ("second", "vlm_pairwise", ["http://b"], {"plan": "round_robin"}),
     ]
-    with pytest.raises(ConfigError, match="named twice; give each a name of its own"):
-        run_config("", None, None, [listed[0]] * 2, {}, about)
 
 
 def test_a_bare_name_in_evaluation_is_the_trained_reward(place):
@@ -146,24 +137,22 @@ def test_ranks_share_the_limit(place):
             assert judge_config(c, c.rewards[0], world).concurrency == share
 
 
-def test_options_of_a_judge_and_of_a_reward_are_compared_by_name(place):
-    with pytest.raises(ConfigError, match=r"judge\.modle: unknown key"):
-        build("vlm_pairwise", {"vlm_pairwise": {"judge": {"modle": "b"}}})["vlm_pairwise"]
+def test_options_of_a_reward_are_compared_by_name(place):
     changed = differences(config(place), config(place, rewards=[entry("jpeg_compressibility", size=8)]))
     assert changed == {"rewards.jpeg_compressibility.options.size": (None, 8)}
 
 
 def test_a_training_plan_of_a_function_need_not_fit_the_pairs_of_an_evaluation(place):
-    c = config(place, rewards=[entry(f"{__name__}.brighter", plan="k_regular(3)")], rollout={"group_size": 4})
+    c = config(place, rewards=[entry(BRIGHTER, plan="k_regular(3)")], rollout={"group_size": 4})
     built = Rewards(c, ALONE).build("rewards", c.rewards, [])
     measuring = evaluation_scorer(c, built)
-    assert measuring.rewards == built and len(built[f"{__name__}.brighter"].keys(4, 0)) == 6
+    assert measuring.rewards == built and len(built[BRIGHTER].keys(4, 0)) == 6
     measuring.begin(0, [0])
     for member, level in enumerate((200, 100)):
         measuring.add(0, member, Sample("p", grey(level)))
     found = measuring.finish()
-    assert [list(answers) for answers in found.answers[f"{__name__}.brighter"]] == [[(0, 1), (1, 0)]]
-    assert found.values[f"{__name__}.brighter"].tolist() == [[1.0, 0.0]]
+    assert [list(answers) for answers in found.answers[BRIGHTER]] == [[(0, 1), (1, 0)]]
+    assert found.values[BRIGHTER].tolist() == [[1.0, 0.0]]
 
 
 def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):
@@ -171,8 +160,6 @@ def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):
     message = "\n".join(unsupported(["image"], "rewards", {EDIT: EditScore}, plain))
     assert "a source image, which 2 prompt(s) lack, the first: 'a cat'" in message
     assert "needs the column 'tag', which 1 prompt(s) lack, the first: 'a cat' (its columns: none)" in message
-    with pytest.raises(ConfigError, match="a source image, which"):
-        Rewards(config(place), ALONE).build("rewards", config(place, rewards=f'["{EDIT}"]').rewards, plain)
 
 
 @pytest.mark.full

@@ -15,21 +15,16 @@ import numpy as np
 import pytest
 from ranks import Hold, all_end, ranks, trained
 from safetensors import safe_open
-from world import hidden, recipe, rows, tree, weights
+from world import BRIGHTER, hidden, recipe, rows, tree, weights
 
 from prefgrpo.run.folder import RunFolder, step_of
 
 pytestmark = pytest.mark.dist
 
 
-def brighter(prompt, image_a, image_b):
-    """Whether the first image is brighter; a run stores the wins."""
-    return float(np.sign(image_a.mean() - image_b.mean()) + 1) / 2
-
-
 COMMON = {
     "rollout": {"batch_size": 2},
-    "rewards": f"{__name__}.brighter",
+    "rewards": BRIGHTER,
     "eval": {"every": 1, "max_prompts": 2},
     "checkpoint": {"every": 1, "keep": 2},
 }

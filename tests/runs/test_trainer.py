@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from ops_cases import plain_formula
-from world import BRIGHTNESS, collect, computed, embed, rows, targets_of, unfuse
+from world import BRIGHTER, BRIGHTNESS, collect, computed, embed, rows, targets_of, unfuse
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.ending import TrainingStopped
@@ -26,8 +26,7 @@ from prefgrpo.sde import noise
 
 class Constant(Reward):
     def ask(self, asked):
-        samples = [sample for (sample,) in asked]
-        return [Answer(0.3) for _ in samples]
+        return [Answer(0.3) for _ in asked]
 
 
 class HalfTied(Reward):
@@ -51,10 +50,6 @@ class OneMissing(Reward):
         return [Answer(None, "lost") if n == 1 and self.first == samples[0].prompt else s for n, s in enumerate(scores)]
 
 
-def brighter(prompt, image_a, image_b):
-    return float(np.sign(image_a.mean() - image_b.mean()) + 1) / 2
-
-
 class TooFew(Reward):
     def ask(self, asked):
         return [Answer(1.0)]
@@ -64,6 +59,11 @@ class Mostly(Reward):
     def ask(self, asked):
         samples = [sample for (sample,) in asked]
         return [Answer(1.0) if n % 3 else Answer(float("nan")) for n in range(len(samples))]
+
+
+class Never(Reward):
+    def ask(self, asked):
+        return [Answer(None, "no idea") for _ in asked]
 
 
 HERE = f"{__name__}."
@@ -249,14 +249,18 @@ def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer, name, share, r
     assert (one.folder.checkpoint(0) / "state.json").is_file() and "--resume" in told
 
 
-def test_monitors_are_logged_and_not_trained_on(trainer):
-    """A reward of weight 0 affects only its own metrics."""
+def test_monitors_are_logged_and_not_trained_on(trainer, capsys):
+    """A reward of weight 0 affects only its own metrics; why it never has a value is said once."""
     alone = trainer(name="alone", train={"steps": 2}, rewards="jpeg_compressibility")
     alone.train()
-    both = trainer(name="both", train={"steps": 2}, rewards=f"jpeg_compressibility:1,{HERE}Mostly:0")
+    both = trainer(name="both", train={"steps": 2}, rewards=f"jpeg_compressibility:1,{HERE}Mostly:0,{HERE}Never:0")
     both.train()
+    printed = capsys.readouterr().out
+    assert printed.count(f"missing in step 1: 8 × {HERE}Never: no idea") == printed.count("no idea") == 1
     for a, b in zip(rows(alone.folder.root), rows(both.folder.root), strict=True):
-        assert a == {k: v for k, v in b.items() if "Mostly" not in k}
+        assert a == {k: v for k, v in b.items() if "Mostly" not in k and "Never" not in k}
+    row = rows(both.folder.root)[1]
+    assert row[f"reward/{HERE}Never/missing_rate"] == 1 and f"reward/{HERE}Never" not in row
     assert f"reward/{HERE}Mostly" in rows(both.folder.root)[1]
 
 
@@ -345,7 +349,7 @@ def test_a_step_gathers_objects_twice(trainer, monkeypatch):
         return true_gather(self, mine)
 
     monkeypatch.setattr(World, "all_gather_object", all_gather_object)
-    one = trainer(rewards=f"{HERE}brighter:0.5,{HERE}OneMissing:0.5", judge={"max_missing": 0.3}, eval={"every": 0})
+    one = trainer(rewards=f"{BRIGHTER}:0.5,{HERE}OneMissing:0.5", judge={"max_missing": 0.3}, eval={"every": 0})
     true_step = one.step
 
     def step(*given):

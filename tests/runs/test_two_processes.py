@@ -45,14 +45,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 class RankOneIsTied(Reward):
     def ask(self, asked):
-        samples = [sample for (sample,) in asked]
-        return [Answer(0.0 if os.environ["RANK"] == "1" else float(s.media.pixels.mean())) for s in samples]
+        return [Answer(0.0 if os.environ["RANK"] == "1" else float(s.media.pixels.mean())) for (s,) in asked]
 
 
 class RankOneHasNone(Reward):
     def ask(self, asked):
-        samples = [sample for (sample,) in asked]
-        return [Answer(None, "no luck") if os.environ["RANK"] == "1" else Answer(1.0) for _ in samples]
+        return [Answer(None, "no luck") if os.environ["RANK"] == "1" else Answer(1.0) for _ in asked]
 
 
 HERE = f"{__name__}."

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from world import ALONE, cache, case_of, conditions, embed, folder, in_files, initial_noise, load, settings
+from world import ALONE, cache, case_of, embed, folder, in_files, load, settings, two_samples
 
 from benchmarks.fp8_memory import Live
 from prefgrpo.config.loading import from_dict
@@ -45,7 +45,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("family", ["flux", *(pytest.param(f, marks=pytest.mark.full) for f in ("wan22", "z_image"))])
 def test_a_share_of_the_blocks_is_recomputed(family):
     case = case_of(family)
-    sampling, grads, runs = case.sampling(), {}, {}
+    grads = {}
+    runs = {}
     for share in (0.0, 0.5, 1.0):
         adapter = load(case, folder(family))
         adapter.add_lora(4, 8.0)
@@ -57,9 +58,7 @@ def test_a_share_of_the_blocks_is_recomputed(family):
         for k, block in enumerate(blocks):
             part = next(m for m in block.modules() if isinstance(m, nn.Linear))
             part.register_forward_pre_hook(lambda *_, k=k, count=count: count.update({k: count[k] + 1}))
-        v = adapter.velocity(
-            initial_noise(adapter, sampling), torch.full((2,), 0.9), conditions(adapter, case), sampling
-        )
+        v = adapter.velocity(*two_samples(adapter, case, 0.9))
         v.square().mean().backward()
         grads[share] = {name: p.grad for name, p in adapter.trainable() if p.grad is not None}
         runs[share] = list(count.values())
@@ -331,8 +330,7 @@ def test_a_stored_velocity_has_the_counted_bytes(family, guided):
     """In bf16, and in fp32 where it is made of two predictions; FLUX has no second one."""
     case = case_of(family) if guided else case_of(family).unguided()
     adapter = load(case, dtype=torch.bfloat16)
-    sampling = case.sampling()
-    v = adapter.velocity(initial_noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling)
+    v = adapter.velocity(*two_samples(adapter, case))
     values = {"model": "m", "family": family, "data": {"prompts": "p"}, "rollout": {"guidance": case.guidance}}
     assert velocity_bytes(from_dict(values)) == v.element_size() == (4 if guided and family != "flux" else 2)
 
