@@ -228,7 +228,8 @@ def chat_body(
 ) -> bytes:
     """Build the request from a template, its texts by marker name, and the content parts of media and source images.
 
-    space: token that the server must write before the label (tokens.py).
+    The rubric precedes the images, and labels follow a prefill, so that the server's prefix cache gets hits. The joined
+    parts are valid JSON for any prompt. space: token that the server must write before the label (tokens.py).
     """
     parts: list[bytes] = []
     for part in template.parts(texts):

@@ -401,14 +401,17 @@ def test_all_spellings_of_a_label_count_together():
     log = math.log
     top = ("▁1", log(0.2)), ("1", log(0.4)), ("2", log(0.3)), ("Ġ2", log(0.03)), ("2\n", log(0.02)), ("x", log(0.05))
     yes = ("Yes", log(0.3)), (" yes", log(0.2)), ("No", log(0.1)), ("NO ", log(0.3))
+    same = ("1", log(0.5)), ("2", log(0.3)), ("1", log(0.1)), ("2", log(0.05)), ("1", log(0.01))
     for given_top, labels, variants, expected in (
         (top, ("1", "2"), False, [0.6, 0.35]),
         (top, (" 1", "2"), False, [0.6, 0.35]),
         (yes, ("Yes", "No"), False, [0.3, 0.1]),
         (yes, ("Yes", "No"), True, [0.5, 0.4]),
+        (same, ("1", "2"), False, [0.61, 0.35]),  # tokens of one text: a space that a server strips, or a byte of it
     ):
         found = label_logprobs(_choice(*given_top), labels, variants)
         assert [math.exp(v) for v in found] == pytest.approx(expected)
+    assert word_probability(_choice(*same), ("1", "one")) == pytest.approx(0.61)
     with pytest.raises(Unreadable, match="neither label"):
         label_logprobs(_choice(("cat", -0.1)), ("1", "2"))
     for bad in ({}, {"logprobs": None}, {"logprobs": {"content": [{"top_logprobs": [{"token": "1"}]}]}}, _choice()):
@@ -488,15 +491,6 @@ def test_a_forbidden_token_leaves_no_verdict_for_the_wrong_label():
     assert "2" not in [row["token"] for row in choice["logprobs"]["content"][0]["top_logprobs"]]
     with pytest.raises(Unreadable, match=r"the other may be the likelier.*allowed_token_ids"):
         label_logprobs(choice, ("1", "2"))
-
-
-def test_tokens_of_one_text_are_added():
-    """Two tokens can have one text: with a space that a server strips, or a byte of it."""
-    log = math.log
-    top = ("1", log(0.5)), ("2", log(0.3)), ("1", log(0.1)), ("2", log(0.05)), ("1", log(0.01))
-    found = label_logprobs(_choice(*top), ("1", "2"))
-    assert [math.exp(v) for v in found] == pytest.approx([0.61, 0.35])
-    assert word_probability(_choice(*top), ("1", "one")) == pytest.approx(0.61)
 
 
 def test_one_certain_entry_is_a_certain_verdict():

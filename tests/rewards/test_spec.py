@@ -114,7 +114,7 @@ def test_options_are_checked_before_any_reward_is_made(monkeypatch):
         (
             ["vlm_pairwise"],
             {"vlm_pairwise": {"url": "http://a", "judge": {}}},
-            "no option 'judge'.*plan, verdict, rate",
+            "no option 'judge'.*plan, round_verdicts, rate",
         ),
         *(
             ([name], {name: {"scale": x}}, f"'scale' of reward '.*': Input should be a valid number, got {x!r}")
