@@ -35,7 +35,7 @@ class PairwiseJudge:
 
     def __init__(self, judge: str | Path | Sequence[str], name: str = "vlm_pairwise", **options: Any) -> None:
         """name: in metrics and logs, to tell several judges apart. options: fields of the judge section, e.g. model (of
-        a server), concurrency, and options of vlm_pairwise: template, plan, verdict, rate."""
+        a server), concurrency, and options of vlm_pairwise: template, plan, round_verdicts, rate."""
         endpoints = [str(judge)] if isinstance(judge, str | Path) else list(judge)
         server = all("://" in endpoint for endpoint in endpoints)
         where = {"endpoints": endpoints} if server else {"endpoints": [], "model": str(judge)}
