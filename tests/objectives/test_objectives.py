@@ -27,6 +27,7 @@ from prefgrpo.objectives.base import GroupObjective, PointwiseObjective, Targets
 from prefgrpo.objectives.nft import NFT
 from prefgrpo.rewards.functions import FunctionPairs
 from prefgrpo.rollout.batch import Batch
+from prefgrpo.run.log import Clock
 from prefgrpo.run.opening import open_gradients, open_policy
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 from prefgrpo.sde.schedule import make_schedule
@@ -325,14 +326,13 @@ def test_the_decay_of_an_old_policy_grows_as_published(flat, rate, hold):
     )
 
 
-def test_a_run_gives_the_old_policy_the_decay_of_each_step(trainer):
+def test_a_step_gives_the_old_policy_its_own_decay(trainer):
     more = options("nft")
     loop = trainer(**more | {"train": more["train"] | {"objective_options": {"decay_rate": 0.25}}})
     given = []
-    follow = loop.policy.update_old
-    loop.policy.update_old = lambda decay: (given.append(decay), follow(decay))
-    loop.train()
-    assert given == [0.25, 0.5, 0.75]
+    loop.policy.update_old = given.append
+    loop.step(2, Clock())
+    assert given == [0.75]
 
 
 @pytest.mark.full
