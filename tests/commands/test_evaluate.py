@@ -16,6 +16,8 @@ from world import recipe, rows, tiny_world, tree
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.measures import MIN_PROMPTS
 
+pytestmark = pytest.mark.full
+
 MEASURED = ["--eval.rewards", "jpeg_incompressibility"]
 
 
@@ -64,7 +66,6 @@ def last(place, name):
     return [row for row in rows(place / "runs" / name) if row["kind"] == "eval"][-1]
 
 
-@pytest.mark.full
 def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
     output, found = evaluate("one")
     known = last(place, "one")
@@ -88,7 +89,6 @@ def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
     assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
 
 
-@pytest.mark.full
 def test_checkpoints_and_runs_are_told_apart(place, evaluate):
     """Anything against itself is a tie."""
     shown = []
@@ -130,7 +130,6 @@ def rank_one_sees_no_checkpoint() -> None:
         RunFolder.latest = lambda _: None
 
 
-@pytest.mark.full
 @pytest.mark.dist
 def test_ranks_share_the_prompts(place):
     target = place / "runs/one"
@@ -143,7 +142,6 @@ def test_ranks_share_the_prompts(place):
 
 
 @pytest.mark.dist
-@pytest.mark.full
 def test_split_weights_are_read_by_any_number_of_processes(place, evaluate):
     """Full fine-tuning sharded over two processes: a single process can load the whole model from the shards."""
     over = {"train": {"lora_rank": 0, "lr": 1e-3, "steps": 1}, "parallel": {"shard": 2}, "eval": {"every": 1}}

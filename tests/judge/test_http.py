@@ -112,7 +112,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.full] * (f == "drip")) for f in FAULTS])
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.full] * (f in ("drip", "hang"))) for f in FAULTS])
 def test_a_fault(fault):
     _zipped(json.dumps(completion(0.0) | {"model": MODEL}).encode(), 64)
     requests, mends, reason = FAULTS[fault]
@@ -238,6 +238,7 @@ def test_servers_that_are_dead_and_come_back():
             until(lambda: all(right(gone)))
 
 
+@pytest.mark.full
 def test_behind_a_balancer_images_travel_with_every_request_and_a_restart_loses_nothing():
     """Half of the requests by id would meet the server that lacks the image; and 502 half of the time."""
     ports = free_port(), free_port()
@@ -367,6 +368,7 @@ with multiprocessing.get_context("fork").Pool(8) as pool:  # each imports nothin
 """
 
 
+@pytest.mark.full
 def test_eight_processes_share_a_server_that_refuses_what_is_too_much():
     port = free_port()
     with process(port, "--delay", "0.02", "--rate", "80", "--burst", "10", "--queue", "4"):

@@ -46,6 +46,7 @@ def test_what_it_leaves(demo):
     assert all(r["policy/on_policy_error"] <= 1e-6 for r in steps)
 
 
+@pytest.mark.full
 def test_the_scorer_of_the_scenes_is_never_the_reward(demo, root):
     for file in (demo[1] / "config.yaml", *sorted((root / "scripts" / "demo").glob("*.yaml"))):
         config = load(file)

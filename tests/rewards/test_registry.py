@@ -173,6 +173,12 @@ for _name, _maker in MAKERS.items():
     CASES[_name] = Case(lambda folder, maker=_maker: maker(folder / "made"), SAMPLES.get(_name, pictures))
 POINTWISE = [name for name in REWARDS if not load_class(name).compares]
 
+
+def dear_ones_are_full(names):
+    """OCR runs its real models, and takes as long as all others."""
+    return [pytest.param(name, marks=[pytest.mark.full] * (name == "ocr")) for name in names]
+
+
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +210,7 @@ def test_every_reward_has_a_case_and_a_row():
     assert sorted(CASES) == sorted(documented()) == sorted(REWARDS)
 
 
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", dear_ones_are_full(REWARDS))
 def test_runs(name, made):
     """Finite values that differ between samples, in the samples' order; missing ones have a reason."""
     (_, reward, found), samples = made(name), CASES[name].samples()
@@ -242,7 +248,7 @@ def odd(name):
     return [(replace(base, media=Media(m)), bad) for m, bad in media] + texts
 
 
-@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.parametrize("name", dear_ones_are_full(POINTWISE))
 def test_odd_samples_have_a_finite_score_or_a_reason_and_leave_their_neighbours_alone(name, made):
     _, reward, (expected, *_) = made(name)
     base, cases = CASES[name].samples()[0], odd(name)
@@ -255,7 +261,7 @@ def test_odd_samples_have_a_finite_score_or_a_reason_and_leave_their_neighbours_
         assert score.reason if score.value is None else np.isfinite(score.value) and not bad, told
 
 
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", dear_ones_are_full(REWARDS))
 def test_is_the_same_behind_http(name, made):
     """`reward serve` gets ready with its own probe sample, and its scores equal those of the reward in process."""
     (options, _, here), samples = made(name), CASES[name].samples()
