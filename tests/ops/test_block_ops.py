@@ -31,7 +31,7 @@ seeds = pytest.mark.parametrize(
     [
         pytest.param(name, cases, marks=marks, id=f"{name}-{cases[0]}-{cases[-1]}")
         for name in BACKENDS
-        for cases, marks in ((range(10), ()), (range(10, MANY[name]), pytest.mark.full))
+        for cases, marks in ((range(25), ()), (range(25, MANY[name]), pytest.mark.full))
     ],
 )
 try:  # only the test that compares with them needs diffusers' modules
