@@ -176,7 +176,9 @@ class Counted(TorchDispatchMode):
 
 def normalised(r, ids, std="group", eps=1e-4, ddof=0, rank=False):
     """(r − group mean) / (group std + eps) for r [B], NaN = missing; 0 for missing values and constant groups."""
-    r, out, ok = r.copy(), np.zeros(len(r)), ~np.isnan(r)
+    r = r.copy()
+    out = np.zeros(len(r))
+    ok = ~np.isnan(r)
     groups = [m for g in np.unique(ids) if (m := (ids == g) & ok).any()]
     for m in groups if rank else ():
         v = r[m]
@@ -191,7 +193,8 @@ def normalised(r, ids, std="group", eps=1e-4, ddof=0, rank=False):
 
 def advantage(r, ids, w, combine="weighted_sum", **options):
     """Advantages [B] from rewards [R, B] and weights [R]; a reward of weight 0 is ignored."""
-    r, w = r[w != 0], w[w != 0]
+    r = r[w != 0]
+    w = w[w != 0]
     r = np.where(np.isnan(r).any(0), np.nan, r)
     if combine == "weighted_advantage_sum":
         return sum(wi * normalised(ri, ids, **options) for wi, ri in zip(w, r, strict=True))
@@ -213,9 +216,12 @@ def plain_formula(one, batches, advantage, trained=None, weight=lambda schedule,
     advantage: [P, G]. trained: bool [P, G], the samples that count (None: all). weight: of the loss of step k. guard:
     GRPO-Guard's ratio, from the stored velocities.
     """
-    train, rollout = one.config.train, one.config.rollout
-    low, high = 1 - train.clip_range, 1 + train.clip_range
-    total, ratios = torch.zeros((), dtype=torch.float64), []
+    train = one.config.train
+    rollout = one.config.rollout
+    low = 1 - train.clip_range
+    high = 1 + train.clip_range
+    total = torch.zeros((), dtype=torch.float64)
+    ratios = []
     for batch in batches:
         at = (batch.slots, batch.members)
         rows = slice(None) if trained is None else trained[at].nonzero().flatten()

@@ -109,8 +109,8 @@ def open_clip_folder(folder: Path, quick_gelu: bool = True, size: int = SIZE, se
         "std": list(open_clip.OPENAI_DATASET_STD),
     }
     preprocess |= {"interpolation": "bicubic", "resize_mode": "squash"}
-    told = {"model_cfg": architecture(quick_gelu, size), "preprocess_cfg": preprocess}
-    (folder / "open_clip_config.json").write_text(json.dumps(told), encoding="utf-8")
+    config = {"model_cfg": architecture(quick_gelu, size), "preprocess_cfg": preprocess}
+    (folder / "open_clip_config.json").write_text(json.dumps(config), encoding="utf-8")
     model = open_clip.create_model(f"local-dir:{folder}", load_weights=False)
     spread(model, seed)
     torch.save(model.state_dict(), folder / "open_clip_pytorch_model.bin")
@@ -194,7 +194,9 @@ def make_checkpoints(names: str, folder: Path) -> Path:
 
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
         "<|image_pad|>", "<|video_pad|>")  # fmt: skip
-WIDTH, HEADS, ROWS = 32, 4, 288
+WIDTH = 32
+HEADS = 4
+ROWS = 288
 HPS_TEXT = "Rate it.\n{text_prompt}\nMark: <|Reward|>\nEND\n"
 OWN_PROMPTS = ("a red cat", 'two dogs, or {x} "quoted" ünd 猫', "")
 VIDEO_TEXT = "Rate it.\nSight: <|VQ_reward|>\nMotion: <|MQ_reward|>\n{text_prompt}\nFit: <|TA_reward|>\nEND\n"
@@ -250,7 +252,8 @@ def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def with_tokens(base: Path, count: int, seed: int) -> dict[str, torch.Tensor]:
     """The base weights, with embeddings resized to tokenizer length + `count`; the added rows are random."""
-    tensors, length = load_file(base / "model.safetensors"), 256 + len(QWEN) + count
+    tensors = load_file(base / "model.safetensors")
+    length = 256 + len(QWEN) + count
     generator = torch.Generator().manual_seed(seed)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = torch.randn(length, WIDTH, generator=generator)
@@ -272,7 +275,8 @@ def hpsv3(folder: Path) -> dict[str, object]:
 
 
 NORMS = {"VQ_mean": 3.5, "VQ_std": 2.0, "MQ_mean": 1.25, "MQ_std": 1.5, "TA_mean": 2.75, "TA_std": 2.5}
-RANK, ALPHA = 4, 8
+RANK = 4
+ALPHA = 8
 
 
 def videoalign(folder: Path) -> dict[str, object]:

@@ -399,7 +399,8 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
 def split_yes_no(p: float) -> dict[str, float]:
     """Token probabilities with P(Yes) = p, split over several spellings, among other words."""
     p = min(max(p, 0.001), 0.999)
-    yes, no = 0.9 * p, 0.9 * (1 - p)
+    yes = 0.9 * p
+    no = 0.9 * (1 - p)
     return {"Yes": 0.6 * yes, " yes": 0.3 * yes, "YES": 0.1 * yes, "No": 0.7 * no, " no": 0.3 * no, "Well": 0.1}
 
 

@@ -360,7 +360,8 @@ JUNK = [
 @MANY
 @pytest.mark.parametrize("name", ASKED)
 def test_a_broken_answer_gives_only_what_stands_in_it(name, count):
-    rng, usable = random.Random(f"{SEED} {name}"), 0
+    rng = random.Random(f"{SEED} {name}")
+    usable = 0
     for _ in range(count):
         text, _ = rng.choice(ASKED[name])
         for _ in range(rng.choice((1, 1, 2, 4))):
@@ -424,7 +425,9 @@ def test_all_spellings_of_a_label_count_together():
 @pytest.mark.parametrize("listed", [1, 2, 5, 20])
 def test_an_unlisted_label_gets_the_most_that_the_list_leaves_for_it(listed, dtype):
     """Oracle: the exact softmax; the verdict must be the least certain one that the listed tokens allow."""
-    rng, absent, exact_at = np.random.default_rng(listed), 0, 0
+    rng = np.random.default_rng(listed)
+    absent = 0
+    exact_at = 0
     for _ in range(300):
         logits = rng.normal(scale=rng.choice([0.5, 3.0, 40.0]), size=60)
         logits[:2] += rng.choice([0.0, 2.0, 9.0])
@@ -502,7 +505,8 @@ def test_one_certain_entry_is_a_certain_verdict():
 
 @given(st.floats(-50, 0), st.floats(-50, 0))
 def test_a_verdict_is_the_two_label_softmax_and_missing_without_probability(first, second):
-    a, b = math.exp(first), math.exp(second)
+    a = math.exp(first)
+    b = math.exp(second)
     assert two_label_softmax(first, second, 0.0)[0] == pytest.approx(a / (a + b), rel=1e-9)
     assert (two_label_softmax(first, second, 0.01)[0] is None) == (not a + b >= 0.01)
     assert two_label_softmax(math.nan, second, 0.01)[0] is two_label_softmax(-9999.0, -9999.0, 0.01)[0] is None

@@ -134,7 +134,8 @@ def test_the_check_says_what_is_wrong(name, monkeypatch):
         monkeypatch.setenv(variable, key)
     fault, options, message = CHECKS[name]
     with JudgeServer(fault if fault not in ("listing", "key") else "") as server:
-        server.key, server.listing = "secret" * (fault == "key"), "<html>welcome</html>" * (fault == "listing")
+        server.key = "secret" * (fault == "key")
+        server.listing = "<html>welcome</html>" * (fault == "listing")
         urls = {"down": f"http://127.0.0.1:{free_port()}", "https": server.url.replace("http:", "https:")}
         endpoints = options.get("endpoints", (server.url,))
         endpoints = (urls[endpoints],) if isinstance(endpoints, str) else endpoints

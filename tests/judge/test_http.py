@@ -162,7 +162,9 @@ class Chaos(JudgeServer):
 
     def __init__(self, seed):
         super().__init__()
-        self.rng, self.capacity, self.met = random.Random(seed), 12, Counter()
+        self.rng = random.Random(seed)
+        self.capacity = 12
+        self.met = Counter()
 
     def next_fault(self):
         fault = self.rng.choice(KINDS) if self.rng.random() < 1 / 3 else ""
@@ -172,7 +174,8 @@ class Chaos(JudgeServer):
 
 def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends():
     levels = list(range(10, 250, 22))
-    group, pairs = media(levels), both_orders(len(levels), 0)
+    group = media(levels)
+    pairs = both_orders(len(levels), 0)
     with Chaos(0) as one, Chaos(1) as two:
         options = {"retries": 4, "concurrency": 8, "timeout_s": 0.5, "deadline_s": 10}
         j = judge(one.url, two.url, **options)
@@ -425,7 +428,9 @@ def test_concurrency_halves_once_per_pause_and_recovers():
 @pytest.mark.parametrize("seed", range(5))
 def test_every_turn_comes_whatever_is_cancelled(seed):
     """Cancellations neither leak a slot nor skip a waiting request; slots are never idle while one could use them."""
-    rng, peak, done = random.Random(seed), [0], []
+    rng = random.Random(seed)
+    peak = [0]
+    done = []
     slots = HttpPool([f"http://127.0.0.1:{k}" for k in range(2)], usable, concurrency=3)
 
     async def work(turn):
@@ -451,7 +456,8 @@ def test_every_turn_comes_whatever_is_cancelled(seed):
 
 # ---- eight ranks and a loaded server, simulated ----------------------------------------------------------------------
 
-RANKS, TOKENS = 8, 1500
+RANKS = 8
+TOKENS = 1500
 
 
 class Clock(selectors.DefaultSelector):

@@ -61,7 +61,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma4", "llava_onevision", "pixtral", "g
             "step3p7", "ovis2")  # fmt: skip
 
 
-def told(tokenizer):
+def tokenizer_info(tokenizer):
     """What vLLM's /tokenizer_info says of a tokenizer: its arguments, and of a token only the text."""
 
     def plain(value):
@@ -90,7 +90,7 @@ def local(tmp_path_factory):
 def test_a_special_token_is_missing_in_process_and_over_http(local, tokenizer, tells):
     noise = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), np.uint8)
     with JudgeServer() as server:
-        server.tokenizer = told(tokenizer) if tells else None
+        server.tokenizer = tokenizer_info(tokenizer) if tells else None
         served = judge(server.url, **PATIENT)
         for token in QWEN:
             for prompt in (token, f"a sign{token}of wood"):
@@ -110,7 +110,7 @@ def test_a_server_that_tells_its_tokens_is_taken_at_its_word(tokenizer):
         served = judge(server.url, **PATIENT)
         assert ask(served)[0].value is not None
         refused = served.judge_group("an <image> tag", media([40, 200]), [(0, 1)])
-        server.tokenizer = told(tokenizer)
+        server.tokenizer = tokenizer_info(tokenizer)
         told_own = judge(server.url, timeout_s=10.0)
         assert refused[0].value is None and "special token <image>" in refused[0].reason
         assert told_own.judge_group("an <image> tag", media([40, 200]), [(0, 1)])[0].value < 0.5
@@ -123,8 +123,11 @@ def test_the_tokens_of_every_form_of_a_tokenizers_configuration(tokenizer):
     added = {str(k): flags | {"content": t, "special": t != "<think>"} for k, t in enumerate([*QWEN, "<think>"])}
     gemma = ["<start_of_turn>", "<pad>", "\n\n", "▁▁", "<b>", "</table>", "<unused7>"]
     forms = {
-        "transformers 5": told(tokenizer),
-        "transformers 4, told": {"added_tokens_decoder": {str(k): t for k, t in enumerate(QWEN)}, "bos_token": None},
+        "transformers 5": tokenizer_info(tokenizer),
+        "transformers 4, as served": {
+            "added_tokens_decoder": {str(k): t for k, t in enumerate(QWEN)},
+            "bos_token": None,
+        },
         "transformers 4, on disk": {"added_tokens_decoder": added, "eos_token": added["2"]},
         "lists": {"additional_special_tokens": ["", None, *QWEN], "add_bos_token": True, "eos_token": ""},
         "names": {"extra_special_tokens": {f"a{k}": token for k, token in enumerate(QWEN)}},

@@ -49,7 +49,8 @@ def test_the_source_image_is_part_of_the_condition(tmp_path):
     stored = {key.partition(".")[0] for file in tmp_path.glob("*.safetensors") for key in load_file(file)}
     assert len(stored) == 3, "the cache holds one text and two sources"
     assert not torch.equal(a.sources[0], b.sources[0]) and torch.equal(a.prompt_embeds, b.prompt_embeds)
-    x, sigma = initial_noise(adapter, sampling)[:1].repeat(2, 1, 1), torch.full((2,), 0.7)
+    x = initial_noise(adapter, sampling)[:1].repeat(2, 1, 1)
+    sigma = torch.full((2,), 0.7)
     v = adapter.velocity(x, sigma, collate([a, b]), sampling)
     assert (v[0] - v[1]).abs().max() > 1e-3
     wide = embed(kept, adapter, ["red"], sampling, [in_files((SOURCES[0].resize((96, 64)),))])
@@ -228,7 +229,8 @@ def test_the_sound_of_a_clip_is_in_its_state():
     """LTX-2: 5 frames of 1/24 s come with 5 audio tokens of 1/25 s, which affect the clip; `decode` drops them."""
     case = case_of("ltx2")
     adapter, sampling = load(case), case.sampling()
-    x, clip = initial_noise(adapter, sampling), adapter.tokens(sampling)
+    x = initial_noise(adapter, sampling)
+    clip = adapter.tokens(sampling)
     assert x.shape[1] == clip + 5
     condition, sigma = conditions(adapter, case), torch.full((2,), 0.7)
     inverted = torch.cat([x[:, :clip], -x[:, clip:]], 1)
@@ -241,7 +243,8 @@ def test_the_boundary_belongs_to_the_high_noise_expert():
     """σ = 0.875 is t = 875 ≥ 875, as in the stock pipeline; changing one expert affects only its own side."""
     case = case_of("wan22")
     adapter, sampling = load(case), case.sampling()
-    condition, x = conditions(adapter, case), initial_noise(adapter, sampling)
+    condition = conditions(adapter, case)
+    x = initial_noise(adapter, sampling)
     sigmas = [torch.full((2,), s) for s in (0.875, 0.8749)]
     before = [adapter.velocity(x, s, condition, sampling) for s in sigmas]
     adapter.pipe.transformer_2.proj_out.weight.data.mul_(2)

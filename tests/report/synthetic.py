@@ -29,7 +29,9 @@ class Node:
     """An element: tag, attributes, children (nodes and strings)."""
 
     def __init__(self, tag, attributes):
-        self.tag, self.attributes, self.children = tag, dict(attributes), []
+        self.tag = tag
+        self.attributes = dict(attributes)
+        self.children = []
 
     def all(self, tag=None, cls=None):
         """All descendants with this tag and class."""

@@ -186,7 +186,8 @@ class Recorder(types.ModuleType):
     def __init__(self, name):
         super().__init__(name)
         self.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=name)
-        self.calls, self.logged = [], {}
+        self.calls = []
+        self.logged = {}
 
     def init(self, project, name=None, config=None, resume="never", **own):
         assert resume in ("allow", "never", "must") and set(own) == {"id", "dir"}
